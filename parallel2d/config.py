@@ -1,0 +1,299 @@
+"""The schema of a YAML recipe: frozen dataclasses, filled from defaults, YAML and flags by jsonargparse."""
+
+import dataclasses
+import difflib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import yaml
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser
+
+from parallel2d.errors import UserError
+
+DtypeName = Literal["float32", "float64", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is trained on.
+
+    Args:
+        path: a .bin (uint16) or .npy token file, or any file or folder, read as bytes; not given: the
+            source text of Python's standard library.
+        seq_len: tokens per sequence.
+        global_batch: sequences per optimizer update, over all ranks.
+        micro_batch: sequences per forward and rank; 0 means global_batch / dp, without accumulation.
+        val_fraction: share of the text, at its end, held out for validation.
+    """
+
+    path: str | None = None
+    seq_len: int = 128
+    global_batch: int = 16
+    micro_batch: int = 0
+    val_fraction: float = 0.05
+
+    def micro_batch_of(self, dp: int) -> int:
+        return self.micro_batch or self.global_batch // dp
+
+    def problems(self, dp: int, tp: int) -> list[str]:
+        found = _below("data", self, 1, "seq_len", "global_batch") + _below("data", self, 0, "micro_batch")
+        if not 0 < self.val_fraction < 1:
+            found.append(f"data.val_fraction {self.val_fraction} is not between 0 and 1")
+        if found:
+            return found
+        if self.seq_len % tp:
+            below, above = self.seq_len // tp * tp, -(-self.seq_len // tp) * tp
+            near = f"{below} or {above}" if below else f"{above}"
+            found.append(f"data.seq_len {self.seq_len} is not divisible by tp {tp}: use {near}")
+        if self.global_batch % dp:
+            above = -(-self.global_batch // dp) * dp
+            found.append(f"data.global_batch {self.global_batch} is not divisible by dp {dp}: use {above}")
+        elif (self.global_batch // dp) % self.micro_batch_of(dp):
+            found.append(
+                f"data.global_batch {self.global_batch} is not micro_batch {self.micro_batch} × dp {dp} × a whole "
+                f"number of accumulation steps"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its schedule.
+
+    Args:
+        lr: peak learning rate.
+        schedule: what follows the warmup; wsd is constant until the last fifth, then a line down.
+        warmup_steps: updates until the peak.
+        final: last learning rate as a fraction of the peak.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        weight_decay: of matrices; vectors (norms, biases) never decay.
+        max_norm: gradients are scaled down to this global norm.
+    """
+
+    lr: float = 3e-3
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    warmup_steps: int = 10
+    final: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1
+    max_norm: float = 1.0
+
+    def problems(self) -> list[str]:
+        found = _below("optim", self, 0, "lr", "warmup_steps", "final", "weight_decay")
+        if self.max_norm <= 0:
+            found.append(f"optim.max_norm {self.max_norm} is not positive")
+        found += [
+            f"optim.{name} {value} is not in [0, 1)"
+            for name in ("beta1", "beta2")
+            if not 0 <= (value := getattr(self, name)) < 1
+        ]
+        return found
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Number formats.
+
+    Args:
+        param: weights and optimizer state at rest.
+        compute: forward and backward; not given: bfloat16 on CUDA over float32 weights, else as param.
+        reduce: gradient reduction over dp; not given: float32, or float64 over float64 weights.
+    """
+
+    param: DtypeName = "float32"
+    compute: DtypeName | None = None
+    reduce: DtypeName | None = None
+
+    def dtypes(self, device_type: str) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """param, compute and reduce, with what was not given filled in for this device."""
+        mixed = device_type == "cuda" and self.param == "float32"
+        compute = self.compute or ("bfloat16" if mixed else self.param)
+        reduce = self.reduce or ("float64" if self.param == "float64" else "float32")
+        return getattr(torch, self.param), getattr(torch, compute), getattr(torch, reduce)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, what to keep, where to go on.
+
+    Args:
+        every: updates between checkpoints; the last update is always saved. 0: only the last.
+        keep: how many of the newest stay; 0 keeps all.
+        resume: auto goes on at the newest checkpoint of --out, if there is one; never starts anew and
+            wants an --out without any; a path is a checkpoint or another run's folder.
+    """
+
+    every: int = 100
+    keep: int = 3
+    resume: str = "auto"
+
+    def problems(self) -> list[str]:
+        return _below("checkpoint", self, 0, "every", "keep")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is shown, and how often.
+
+    Args:
+        every: updates between progress lines and points of the curves.
+        val_every: updates between validations; 0: only at the end.
+        val_batches: validation sequences, in multiples of data.global_batch.
+        sample_tokens: length of the text generated at the end; 0: none.
+    """
+
+    every: int = 10
+    val_every: int = 50
+    val_batches: int = 4
+    sample_tokens: int = 160
+
+    def problems(self) -> list[str]:
+        return _below("log", self, 1, "every", "val_batches") + _below(
+            "log", self, 0, "val_every", "sample_tokens"
+        )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything of a run but the model, which the recipe adds.
+
+    Args:
+        dp: data-parallel ranks, replicas included; -1 takes what tp leaves of the world.
+        tp: tensor-parallel ranks; dp × tp is the number of processes.
+        dp_replicate: how many of the dp ranks are replicas of each other's shards (HSDP).
+        seed: of the initial weights, the order of the data and the sampled text.
+        steps: optimizer updates of the whole run.
+        out: run folder: config.yaml, metrics.jsonl, tensorboard/, checkpoints/.
+        device: auto takes CUDA where there is one.
+        activation_checkpoint: what each block computes again in backward to save memory.
+        timeout_s: a collective that waits longer ends the run.
+    """
+
+    dp: int = -1
+    tp: int = 1
+    dp_replicate: int = 1
+    seed: int = 0
+    steps: int = 200
+    out: str = "runs/run"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    activation_checkpoint: Literal["none", "selective", "full"] = "none"
+    timeout_s: float = 600.0
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def problems(self, dp: int, tp: int) -> list[str]:
+        """Every rule that these values break by themselves or on this mesh."""
+        found = [f"steps {self.steps} is not positive"] if self.steps < 1 else []
+        found += [f"timeout_s {self.timeout_s} is not positive"] if self.timeout_s <= 0 else []
+        found += [f"seed {self.seed} is negative"] if self.seed < 0 else []
+        found += self.data.problems(dp, tp)
+        return found + self.optim.problems() + self.checkpoint.problems() + self.log.problems()
+
+
+def _below(section: str, values: object, least: int, *names: str) -> list[str]:
+    return [
+        f"{section}.{name} {value} is below {least}" for name in names if (value := getattr(values, name)) < least
+    ]
+
+
+AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
+
+
+def load_config(
+    config_class: type[AnyConfig],
+    default_file: Path,
+    presets: Mapping[str, Any],
+    arguments: Sequence[str] | None = None,
+) -> AnyConfig:
+    """Defaults < preset < default_file < --config files < flags, in that order of strength.
+
+    Args:
+        config_class: a RunConfig with a `model` section.
+        default_file: the recipe's YAML, always read.
+        presets: values of `--model.preset`, each a whole model section.
+        arguments: the command line; default sys.argv[1:].
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = _parser(config_class, default_file, presets)
+    try:
+        _reject_duplicate_keys(default_file, arguments)
+        # Two passes: the first finds the preset, whose values are then the second's defaults.
+        quiet = [a for a in arguments if a not in ("-h", "--help") and not a.startswith("--print_config")]
+        preset = parser.parse_args(quiet).model.preset
+        if preset not in presets:
+            raise UserError(f"model.preset {preset!r} is not one of {', '.join(presets)}")
+        parser.set_defaults(
+            {f"model.{key}": value for key, value in dataclasses.asdict(presets[preset]).items()}
+        )
+        values = parser.parse_args(arguments)
+    except ArgumentError as error:
+        raise UserError(_explain(str(error), parser)) from None
+    del values["model"]["preset"], values["config"]
+    return parser.instantiate(values)["run"] if "run" in values else config_class(**vars(parser.instantiate(values)))
+
+
+def _parser(config_class: type, default_file: Path, presets: Mapping[str, Any]) -> ArgumentParser:
+    parser = ArgumentParser(
+        exit_on_error=False,
+        default_config_files=[str(default_file)],
+        description=f"Defaults come from {default_file.name}; --config adds a YAML file on top, flags win.",
+    )
+    parser.add_argument("--config", action=ActionConfigFile, help="YAML file; may be given several times")
+    parser.add_argument(
+        "--model.preset",
+        default=next(iter(presets)),
+        help=f"whole model section to start from: {', '.join(presets)}",
+    )
+    parser.add_class_arguments(config_class)
+    return parser
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved configuration as YAML that --config reads back."""
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+
+
+def _explain(message: str, parser: ArgumentParser) -> str:
+    """jsonargparse's message, with the nearest known keys where one is unknown."""
+    unknown = re.search(r"unrecognized arguments: --?([\w.]+)|does not accept option '([\w.]+)'", message)
+    if not unknown:
+        return message
+    word = unknown[1] or unknown[2]
+    known = [action.dest for action in parser._actions if action.dest not in ("help", "print_config")]
+    by_tail = [key for key in known if key.split(".")[-1] == word.split(".")[-1]]
+    near = by_tail or difflib.get_close_matches(word, known + [k.split(".")[-1] for k in known], n=3)
+    return f"{message}\nnearest known keys: {', '.join(near) or 'none'} (all: --help)"
+
+
+def _reject_duplicate_keys(default_file: Path, arguments: Sequence[str]) -> None:
+    """YAML readers keep the last of two equal keys without a word."""
+    named = [a.split("=", 1)[1] for a in arguments if a.startswith("--config=")]
+    named += [following for a, following in zip(arguments, arguments[1:], strict=False) if a == "--config"]
+    for file in (default_file, *map(Path, named)):
+        if not file.is_file():
+            raise UserError(f"--config {str(file)!r} does not exist")
+        try:
+            _walk_keys(file, yaml.compose(file.read_text()))
+        except yaml.YAMLError as error:
+            raise UserError(f"{file} is not YAML: {error}") from None
+
+
+def _walk_keys(file: Path, node: yaml.Node | None) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: set[str] = set()
+    for key, value in node.value:
+        if key.value in seen:
+            raise UserError(f"{file}, line {key.start_mark.line + 1}: key {key.value!r} is given twice")
+        seen.add(key.value)
+        _walk_keys(file, value)

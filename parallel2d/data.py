@@ -1,0 +1,184 @@
+"""Tokens on disk, one global order, this rank's share.
+
+There is no iterator and no state: a batch is a function of (seed, position), where position counts
+the sequences consumed since the start. So a resume needs one number, on any mesh.
+"""
+
+import functools
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from parallel2d.errors import UserError
+
+Tokens = NDArray[np.integer]
+
+
+def load_tokens(path: str | None) -> Tokens:
+    """All tokens, in a fixed order.
+
+    Args:
+        path: a `.bin` file (uint16 tokens, memory-mapped) or `.npy` file (1-D, memory-mapped); any
+            other file, or all files below a folder, read as bytes; None: the source text of the
+            running Python's standard library, as bytes.
+    """
+    if path is None:
+        return _bytes_of(_standard_library_sources())
+    file = Path(path)
+    if not file.exists():
+        raise UserError(f"data.path {path!r} does not exist")
+    if file.is_dir():
+        return _bytes_of(sorted(f for f in file.rglob("*") if f.is_file()))
+    if file.stat().st_size == 0:
+        raise UserError(f"data.path {path!r} is empty")
+    if file.suffix == ".bin":
+        return np.memmap(file, dtype=np.uint16, mode="r")
+    if file.suffix == ".npy":
+        tokens = np.load(file, mmap_mode="r", allow_pickle=False)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise UserError(f"data.path {path!r} holds {tokens.dtype}{tokens.shape}, not 1-D integer tokens")
+        return tokens
+    return _bytes_of([file])
+
+
+def _standard_library_sources() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+    files = (f for f in root.rglob("*.py") if not skipped & set(f.relative_to(root).parts))
+    return sorted(files)
+
+
+def _bytes_of(files: list[Path]) -> Tokens:
+    return np.frombuffer(b"".join(f.read_bytes() for f in files), dtype=np.uint8)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens cut into windows of seq_len (+ 1, the last target); the end of the text is held out.
+
+    Args:
+        tokens: 1-D.
+        seq_len: tokens per sequence.
+        vocab_size: every token must be below it.
+        val_fraction: share of the text, at its end, that is only for validation.
+        seed: of the order.
+    """
+
+    tokens: Tokens
+    seq_len: int
+    vocab_size: int
+    val_fraction: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.num_train < 1 or self.num_val < 1:
+            raise UserError(
+                f"{len(self.tokens)} tokens make {max(self.num_train, 0)} training and {max(self.num_val, 0)} "
+                f"validation sequences of data.seq_len {self.seq_len}: give more text or a smaller seq_len"
+            )
+
+    @property
+    def split(self) -> int:
+        """Index of the first token held out."""
+        return int(len(self.tokens) * (1 - self.val_fraction))
+
+    @property
+    def num_train(self) -> int:
+        """Training sequences per epoch."""
+        return (self.split - 1) // self.seq_len
+
+    @property
+    def num_val(self) -> int:
+        return (len(self.tokens) - self.split - 1) // self.seq_len
+
+    def fingerprint(self) -> str:
+        """Changes when the sequences or their order change: text (length, dtype, ends), seq_len, split, seed."""
+        ends = self.tokens[: 1 << 20].tobytes() + self.tokens[-(1 << 20) :].tobytes()
+        facts = f"{len(self.tokens)} {self.tokens.dtype} {self.seq_len} {self.val_fraction} {self.seed}".encode()
+        return hashlib.blake2b(facts + ends, digest_size=8).hexdigest()
+
+    def decode(self, ids: list[int]) -> str:
+        """Text where tokens are bytes, else the numbers."""
+        is_bytes = self.tokens.dtype == np.uint8
+        return bytes(ids).decode(errors="replace") if is_bytes else " ".join(map(str, ids))
+
+    def unigram_loss(self) -> float:
+        """Nats per token of a model that knows only the training text's token frequencies, on the held-out text."""
+        counts = np.bincount(self.tokens[: self.split], minlength=self.vocab_size).astype(np.float64) + 1
+        held_out = np.bincount(self.tokens[self.split :], minlength=self.vocab_size)
+        return float(-(held_out * np.log(counts / counts.sum())).sum() / held_out.sum())
+
+    def train_batch(self, positions: range) -> tuple[Tensor, Tensor]:
+        """Sequences at these positions of the endless shuffled stream, each once per epoch: ids (b, s), targets (b, s)."""
+        return self._batch([self._train_start(position) for position in positions])
+
+    def val_batch(self, positions: range) -> tuple[Tensor, Tensor]:
+        """Held-out sequences, in order, starting over at the end: ids (b, s), targets (b, s)."""
+        return self._batch([self.split + (p % self.num_val) * self.seq_len for p in positions])
+
+    def _train_start(self, position: int) -> int:
+        epoch, index = divmod(position, self.num_train)
+        return int(_order(self.seed, epoch, self.num_train)[index]) * self.seq_len
+
+    def _batch(self, starts: list[int]) -> tuple[Tensor, Tensor]:
+        rows = np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts]).astype(np.int64)
+        # A sharded embedding answers an id outside the vocabulary with zeros, silently.
+        if rows.min() < 0 or rows.max() >= self.vocab_size:
+            raise UserError(
+                f"the data holds token {rows.max() if rows.max() >= self.vocab_size else rows.min()}, "
+                f"outside model.vocab_size {self.vocab_size}"
+            )
+        whole = torch.from_numpy(rows)
+        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+
+
+@functools.lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
+    return np.random.default_rng((seed, epoch)).permutation(size)
+
+
+@dataclass(frozen=True)
+class RankData:
+    """What one rank trains on: its part of each global batch, in micro-batches, on its device.
+
+    Only the data-parallel coordinate matters: tp peers get the same sequences.
+
+    Args:
+        corpus: the sequences.
+        global_batch: sequences per step, over all ranks; a multiple of ranks × micro_batch.
+        micro_batch: sequences per forward.
+        rank: data-parallel coordinate.
+        ranks: size of the data-parallel axis.
+        device: of the batches.
+    """
+
+    corpus: Corpus
+    global_batch: int
+    micro_batch: int
+    rank: int
+    ranks: int
+    device: torch.device
+
+    def train_step(self, position: int) -> list[tuple[Tensor, Tensor]]:
+        """Micro-batches of the step that takes sequences [position, position + global_batch) of the stream."""
+        return [self._to_device(self.corpus.train_batch(part)) for part in self._parts(position)]
+
+    def validation(self, num_batches: int) -> list[tuple[Tensor, Tensor]]:
+        """Micro-batches of the first num_batches global batches of the held-out text."""
+        firsts = [i * self.global_batch for i in range(num_batches)]
+        return [self._to_device(self.corpus.val_batch(part)) for first in firsts for part in self._parts(first)]
+
+    def _parts(self, position: int) -> list[range]:
+        share = self.global_batch // self.ranks
+        start = position + self.rank * share
+        return [range(i, i + self.micro_batch) for i in range(start, start + share, self.micro_batch)]
+
+    def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        ids, targets = batch
+        return ids.to(self.device), targets.to(self.device)

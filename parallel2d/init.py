@@ -1,0 +1,97 @@
+"""A sharded model on meta -> weights, the same numbers on every mesh."""
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from parallel2d.errors import UserError
+
+
+def init_weights(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Materialise the model on `device` and fill each module's weights by its own reset_parameters().
+
+    One module at a time gets its parameters in full, drawn from a generator seeded by (seed, module
+    name), and each rank keeps its slice: bit-identical weights on every mesh, and never more than one
+    module's own parameters beyond the shards. A tied parameter is filled by its first owner.
+    Every module that owns parameters or buffers must define reset_parameters(), as torch's do.
+    No communication.
+    """
+    _require_reset_parameters(model)
+    model.to_empty(device=device)
+    done: set[nn.Parameter] = set()
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        for name, module in model.named_modules():
+            if _owns_state(module):
+                torch.manual_seed(_seed_of(seed, name))
+                _reset(module, done)
+
+
+def _owns_state(module: nn.Module) -> bool:
+    return any(value is not None for value in (*module._parameters.values(), *module._buffers.values()))
+
+
+def _require_reset_parameters(model: nn.Module) -> None:
+    lacking = [
+        f"{name or 'the model itself'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if _owns_state(module) and not hasattr(module, "reset_parameters")
+    ]
+    if lacking:
+        raise UserError(
+            "a model built on meta gets its values from reset_parameters() of each module that owns "
+            f"parameters or buffers; define it in: {', '.join(lacking)}"
+        )
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _reset(module: nn.Module, done: set[nn.Parameter]) -> None:
+    """Call reset_parameters() on full-size tensors, then keep this rank's slices."""
+    shards = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    for name, parameter in shards.items():
+        module._parameters[name] = nn.Parameter(_empty_whole(parameter), parameter.requires_grad)
+    module.reset_parameters()  # type: ignore[operator]  # hasattr was checked; nn.Module's type is Tensor
+    for name, parameter in shards.items():
+        whole = module._parameters[name]
+        module._parameters[name] = parameter
+        if parameter not in done:
+            done.add(parameter)
+            _copy_slice(parameter, whole)
+
+
+def _empty_whole(parameter: nn.Parameter) -> Tensor:
+    device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+
+
+def _copy_slice(parameter: nn.Parameter, whole: Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        parameter.to_local().copy_(local_slice(whole, parameter))
+    else:
+        parameter.copy_(whole)
+
+
+def local_slice(whole: Tensor, like: DTensor) -> Tensor:
+    """This rank's share of a full tensor under the placements of `like`: a view, without communication.
+
+    tp splits first and dp_shard splits what is left (placement _StridedShard where both split the
+    same dim), so the axes are applied last to first.
+    """
+    coordinate = like.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError("this rank is not part of the tensor's mesh")
+    for axis in reversed(range(like.device_mesh.ndim)):
+        placement = like.placements[axis]
+        if isinstance(placement, Shard | _StridedShard):
+            size = whole.shape[placement.dim]
+            share = -(-size // like.device_mesh.size(axis))
+            start = min(coordinate[axis] * share, size)
+            whole = whole.narrow(placement.dim, start, min(share, size - start))
+    return whole

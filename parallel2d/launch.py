@@ -1,0 +1,165 @@
+"""Start and stop a world: processes, process group, device, signals, and how a failure is told.
+
+The only reader of RANK, WORLD_SIZE and LOCAL_RANK.
+"""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from parallel2d.errors import UserError
+
+# What torchrun sets for its workers. A worker that becomes a torchrun itself must not hand them on.
+_TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+
+# torchrun looks after its workers ten times a second and ends them all when one has failed.
+_HEAD_START_OF_RANK_0_S = 1
+_SECONDS_UNTIL_TORCHRUN_STOPS_US = 5
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where torchrun put this process; a process started without it is alone."""
+
+    rank: int
+    world: int
+    local_rank: int
+
+    @classmethod
+    def of_this_process(cls) -> "Place":
+        read = os.environ.get
+        return cls(int(read("RANK", 0)), int(read("WORLD_SIZE", 1)), int(read("LOCAL_RANK", 0)))
+
+
+def planned_world(dp: int, tp: int, dp_replicate: int, device: str) -> int:
+    """How many processes the run will have: torchrun's, or, for a process alone, what the mesh needs.
+
+    With dp -1 a process alone takes every GPU of the machine that tp × dp_replicate can use.
+    """
+    world = Place.of_this_process().world
+    if world > 1:
+        return world
+    if dp > 0:
+        return dp * max(tp, 1)
+    group = max(tp, 1) * max(dp_replicate, 1)
+    gpus = torch.cuda.device_count() if _device_type(device) == "cuda" else 0
+    return max(gpus // group, 1) * group
+
+
+@contextmanager
+def world(size: int, device: str, timeout_s: float) -> Iterator[torch.device]:
+    """A process group of `size` ranks (NCCL on CUDA, gloo on CPU); yields this rank's device.
+
+    A process alone that needs more re-executes itself under torchrun and does not come back.
+    """
+    place = Place.of_this_process()
+    if place.world == 1 and size > 1:
+        _restart_under_torchrun(size)
+    # Default actions end a rank at once even when it waits inside a collective, where Python's own
+    # handlers would not run. A checkpoint is whole at any moment, so there is nothing to tidy up.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    chosen = _choose_device(device, place)
+    _init_process_group(chosen, place, timedelta(seconds=timeout_s))
+    yield chosen
+    # Only after success: a rank that failed must not wait here for the others.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _device_type(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device cuda: this machine has no usable GPU: use --device cpu")
+    return device
+
+
+def _choose_device(device: str, place: Place) -> torch.device:
+    if _device_type(device) == "cpu":
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if place.local_rank >= gpus:
+        raise UserError(
+            f"process {place.local_rank} of this machine has no GPU of its own (GPUs: {gpus}): "
+            f"start at most {gpus} processes here, or use --device cpu"
+        )
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
+
+
+def _init_process_group(device: torch.device, place: Place, timeout: timedelta) -> None:
+    # On CUDA a gloo group stands beside NCCL, for what lives in host memory (checkpoint metadata).
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _restart_under_torchrun(size: int) -> NoReturn:
+    """Replace this process by `torchrun --standalone --nproc-per-node size` of the same command."""
+    print(f"one process, and the mesh needs {size}: restarting under torchrun with {size} local workers")
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _TORCHRUN_NAMES and not name.startswith(_TORCHRUN_PREFIXES)
+    }
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, *torchrun, *sys.argv], environment)
+
+
+def say(text: str) -> None:
+    """One line for people, from rank 0; works before the process group is there."""
+    if Place.of_this_process().rank == 0:
+        print(text, flush=True)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call main; tell a failure once for the whole world and end this process with a status ≠ 0.
+
+    A UserError has status 2 and no traceback, a bug status 1 and a traceback. torchrun stops the
+    other ranks a moment after the first has ended, so who ends first is the one who speaks: rank 0
+    if all failed alike, the rank that failed alone before those that only lost it as a peer.
+    """
+    place = Place.of_this_process()
+    try:
+        main()
+    except UserError as error:
+        _exit_in_turn(place, f"error: {error}", status=2)
+    # DCP's CheckpointException derives from BaseException, so that `except Exception` would miss it.
+    except BaseException as error:
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            raise
+        if _is_about_a_lost_peer(error):
+            time.sleep(_SECONDS_UNTIL_TORCHRUN_STOPS_US)
+        text = f"rank {place.rank} of {place.world} failed:\n{traceback.format_exc()}"
+        _exit_in_turn(place, text, status=1)
+
+
+def _is_about_a_lost_peer(error: BaseException) -> bool:
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
+def _exit_in_turn(place: Place, message: str, status: int) -> NoReturn:
+    if place.rank != 0:
+        time.sleep(_HEAD_START_OF_RANK_0_S)
+    sys.stdout.flush()
+    print(message, file=sys.stderr, flush=True)
+    # Not sys.exit: the interpreter's shutdown may wait for peers that no longer answer.
+    os._exit(status)

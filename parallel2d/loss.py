@@ -1,0 +1,90 @@
+"""Next-token loss on whole or vocabulary-sharded logits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.styles import all_gather, shard_bounds
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The token ids [start, stop) of [0, vocab_size) whose logits this rank holds; the tp axis holds the rest."""
+
+    start: int
+    stop: int
+    vocab_size: int
+    mesh: DeviceMesh
+
+    @classmethod
+    def of(cls, vocab_size: int, tp_mesh: DeviceMesh) -> "VocabShard":
+        return cls(*shard_bounds(vocab_size, tp_mesh), vocab_size, tp_mesh)
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor, vocab: VocabShard) -> Tensor:
+    """Sum over tokens of -log softmax(logits)[target], in at least float32; the same on every tp rank.
+
+    Args:
+        logits: (b, s, v/tp), this rank's share of the vocabulary.
+        targets: (b, s) token ids; IGNORE_INDEX counts nothing.
+
+    Returns a 0-d tensor. No rank holds whole logits. Forward: one all-gather of two numbers per
+    token (none at tp 1); backward: nothing.
+    """
+    return _VocabCrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), vocab)
+
+
+def gather_vocab(logits: Tensor, vocab: VocabShard) -> Tensor:
+    """(…, v/tp) -> (…, v), without gradient. One all-gather, padded to the largest share."""
+    size = vocab.mesh.size()
+    if size == 1:
+        return logits
+    share = -(-vocab.vocab_size // size)
+    padded = logits.new_full((*logits.shape[:-1], share), -torch.inf)
+    padded[..., : logits.shape[-1]] = logits
+    return all_gather(padded, vocab.mesh.get_group()).movedim(0, -2).flatten(-2)[..., : vocab.vocab_size]
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab: VocabShard) -> Tensor:
+        # logits (n, v/tp), targets (n,)
+        wide = _at_least_float32(logits)
+        mine = (targets >= vocab.start) & (targets < vocab.stop)
+        columns = (targets - vocab.start).masked_fill(~mine, 0)
+        local = torch.stack(
+            [
+                torch.logsumexp(wide, dim=-1),
+                wide.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0),
+            ]
+        )
+        log_normaliser, target_logit = _combine(local, vocab.mesh)
+        counted = targets != IGNORE_INDEX
+        ctx.save_for_backward(logits, log_normaliser, columns, mine, counted)
+        return (log_normaliser - target_logit).masked_fill(~counted, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits, log_normaliser, columns, mine, counted = ctx.saved_tensors
+        wide = _at_least_float32(logits)
+        gradient = (wide - log_normaliser.unsqueeze(-1)).exp_()
+        gradient.scatter_add_(-1, columns.unsqueeze(-1), -mine.to(gradient.dtype).unsqueeze(-1))
+        gradient.mul_((counted * grads[0]).unsqueeze(-1))
+        return gradient.to(logits.dtype), None, None
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _combine(local: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """Each rank's (log-sum-exp, target logit), (2, n) -> those of the whole vocabulary, (n,) and (n,)."""
+    if mesh.size() == 1:
+        return local[0], local[1]
+    parts = all_gather(local, mesh.get_group())
+    return torch.logsumexp(parts[:, 0], dim=0), parts[:, 1].sum(dim=0)

@@ -1,0 +1,116 @@
+"""Who talks to whom: the sizes of the mesh axes, checked, and the DeviceMesh made from them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from parallel2d.errors import UserError
+
+AXES = ("dp_replicate", "dp_shard", "tp")
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Sizes of the three mesh axes; their product is the world.
+
+    tp varies fastest with the rank: tp peers are neighbours, so that on a cluster they share a node.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+    @property
+    def dp(self) -> int:
+        """All data-parallel ranks: replicas × shards."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp
+
+    def __str__(self) -> str:
+        if self.dp_replicate == 1:
+            return f"{self.dp}×{self.tp}"
+        return f"{self.dp}×{self.tp} (dp_replicate {self.dp_replicate})"
+
+
+def choose_mesh(
+    dp: int, tp: int, dp_replicate: int, world: int, problems: Callable[[MeshShape], list[str]]
+) -> MeshShape:
+    """The mesh asked for, or one UserError with every rule it breaks and the meshes that would work.
+
+    Args:
+        dp: all data-parallel ranks; -1 takes what tp leaves of the world.
+        tp: tensor-parallel ranks.
+        dp_replicate: how many of the dp ranks are replicas (HSDP).
+        world: number of processes.
+        problems: what else (model, batch, sequence) has against a shape.
+    """
+    found = _problems_of_sizes(dp, tp, dp_replicate, world)
+    shape = None
+    if not found:
+        shape = MeshShape(dp_replicate, world // tp // dp_replicate, tp)
+        found = problems(shape)
+    if shape is None or found:
+        works = [str(other) for other in mesh_shapes(world) if not problems(other)]
+        hint = f"meshes (dp×tp) of {world} processes that work: {', '.join(works) or 'none'}"
+        raise UserError("\n".join([*found, hint]))
+    return shape
+
+
+def _problems_of_sizes(dp: int, tp: int, dp_replicate: int, world: int) -> list[str]:
+    found = []
+    if tp < 1:
+        found.append(f"tp {tp} is not a positive number")
+    if dp_replicate < 1:
+        found.append(f"dp_replicate {dp_replicate} is not a positive number")
+    if dp < 1 and dp != -1:
+        found.append(f"dp {dp} is neither a positive number nor -1 (what tp leaves)")
+    if found:
+        return found
+    if dp == -1 and world % tp:
+        return [f"tp {tp} does not divide the world of {world} processes"]
+    dp = world // tp if dp == -1 else dp
+    if dp * tp != world:
+        found.append(f"dp {dp} × tp {tp} = {dp * tp} is not the world of {world} processes")
+    if dp % dp_replicate:
+        found.append(f"dp {dp} is not divisible by dp_replicate {dp_replicate}")
+    return found
+
+
+def mesh_shapes(world: int) -> list[MeshShape]:
+    """Every dp × tp of a world, without replicas."""
+    return [MeshShape(1, world // tp, tp) for tp in range(1, world + 1) if world % tp == 0]
+
+
+def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
+    """The world as a DeviceMesh with axes dp_replicate, dp_shard and tp, sizes of 1 included.
+
+    Collective: creates one process group per axis.
+    """
+    return init_device_mesh(
+        device_type, (shape.dp_replicate, shape.dp_shard, shape.tp), mesh_dim_names=AXES
+    )
+
+
+def dp_size(mesh: DeviceMesh) -> int:
+    """Number of data-parallel ranks: replicas × shards."""
+    return mesh["dp_replicate"].size() * mesh["dp_shard"].size()
+
+
+def dp_rank(mesh: DeviceMesh) -> int:
+    """This rank's place among them; tp peers share it."""
+    shard = mesh["dp_shard"]
+    return mesh["dp_replicate"].get_local_rank() * shard.size() + shard.get_local_rank()
+
+
+def sum_over_dp(value: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Add up a small tensor over the data-parallel ranks, in place: one all-reduce per data axis larger than 1."""
+    for axis in ("dp_shard", "dp_replicate"):
+        if mesh[axis].size() > 1:
+            dist.all_reduce(value, group=mesh[axis].get_group())
+    return value

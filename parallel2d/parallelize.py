@@ -1,0 +1,88 @@
+"""The composition: tensor parallel -> activation checkpointing -> FSDP, on any nn.Module."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from parallel2d.fsdp import Precision, apply_fsdp
+from parallel2d.tensor_parallel import Plan, apply_tensor_parallel
+
+ActivationCheckpoint = Literal["none", "selective", "full"]
+
+# What selective checkpointing keeps: the results of matrix products and attention. The cheap rest
+# (norms, activations, reshapes) is computed again in backward.
+_KEPT_OPS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    plan: Plan,
+    units: Sequence[nn.Module],
+    precision: Precision | None = None,
+    activation_checkpoint: ActivationCheckpoint = "none",
+) -> nn.Module:
+    """Make a one-device model run on the mesh, in place; returns the model.
+
+    Build the model on meta and call `init_weights` afterwards, so that no rank ever holds all of it.
+    A model that has values already keeps those of rank 0. Build the optimizer after this call. Call
+    the model as `model(x)`, never `model.forward(x)`: FSDP gathers weights in the call's hooks.
+
+    Args:
+        mesh: from `build_mesh`.
+        plan: {glob over module names: tensor-parallel style}, see `apply_tensor_parallel`.
+        units: the blocks that are gathered one at a time, in the order in which they run.
+        precision: dtypes; default float32 throughout.
+        activation_checkpoint: what of a unit's forward is computed again in backward: nothing, all
+            but matrix products and attention, or everything.
+    """
+    precision = precision or Precision()
+    _share_values(model)
+    model.to(precision.param)
+    # Tensor parallel first: it splits the whole weights that the plan speaks of; FSDP then splits the shares.
+    apply_tensor_parallel(model, mesh["tp"], plan)
+    # Checkpointing before FSDP: the recomputed forward must lie inside FSDP's hooks, which gather weights.
+    _apply_activation_checkpoint(units, activation_checkpoint)
+    apply_fsdp(model, mesh, units, precision)
+    return model
+
+
+def _share_values(model: nn.Module) -> None:
+    """Rank 0's values for a model that is not on meta; nothing else would make the ranks agree."""
+    if dist.get_world_size() == 1:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def _apply_activation_checkpoint(units: Sequence[nn.Module], mode: ActivationCheckpoint) -> None:
+    """Replaces each unit's forward, not the unit, so that parameter names stay as they are."""
+    if mode == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_or_recompute)
+    for unit in units:
+        unit.forward = functools.partial(checkpoint, unit.forward, **options)
+
+
+def _keep_or_recompute(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,95 @@
+"""A plan {glob over module names: style} -> strict match -> parallelize_module. Its only caller."""
+
+import difflib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from parallel2d.errors import UserError
+from parallel2d.styles import STYLES
+
+Plan = Mapping[str, str | ParallelStyle]
+
+
+def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, plan: Plan) -> None:
+    """Shard the model's weights over tp, in place, and give the named modules their styles' forward.
+
+    Modules that the plan does not name keep whole weights (style `replicated`), as DTensors too, so
+    that every parameter lives on the same mesh. Parameters tied before stay tied. On a tp axis of
+    size 1 the plan is only checked. No communication.
+
+    Args:
+        plan: globs over dotted module names, `*` standing for one component; values are names of
+            `styles.STYLES` or ParallelStyle objects. A glob that matches nothing, or two that match
+            the same module, are errors.
+    """
+    styles = match_plan(model, plan)
+    if tp_mesh.size() == 1:
+        return
+    for name, module in model.named_modules():
+        if name not in styles and any(True for _ in module.parameters(recurse=False)):
+            styles[name] = STYLES["replicated"]
+    ties = _find_ties(model)
+    for name, style in styles.items():
+        try:
+            parallelize_module(model.get_submodule(name), tp_mesh, style)
+        except UserError as error:
+            raise UserError(f"{name or 'the model itself'}: {error}") from None
+    _restore_ties(ties)
+
+
+def match_plan(model: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
+    """{module name: style object} for every module the plan names; one UserError with all its faults."""
+    names = [name for name, _ in model.named_modules() if name]
+    matched: dict[str, str] = {}
+    faults = []
+    for glob, style in plan.items():
+        if isinstance(style, str) and style not in STYLES:
+            faults.append(f"plan entry {glob!r}: unknown style {style!r} (known: {', '.join(STYLES)})")
+        hits = [name for name in names if _matches(name, glob)]
+        if not hits:
+            near = difflib.get_close_matches(glob, names, n=3, cutoff=0.4)
+            faults.append(f"plan entry {glob!r} matches no module (nearest names: {', '.join(near) or 'none'})")
+        faults += [f"plan entries {matched[n]!r} and {glob!r} both match {n!r}" for n in hits if n in matched]
+        matched.update({name: glob for name in hits})
+    if faults:
+        raise UserError("\n".join(faults))
+    return {name: _style(plan[glob]) for name, glob in matched.items()}
+
+
+def _matches(name: str, glob: str) -> bool:
+    parts, globs = name.split("."), glob.split(".")
+    return len(parts) == len(globs) and all(map(fnmatchcase, parts, globs))
+
+
+def _style(style: str | ParallelStyle) -> ParallelStyle:
+    return STYLES[style] if isinstance(style, str) else style
+
+
+def _find_ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Groups of (module, attribute) that hold one and the same parameter."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(parameter, []).append((module, name))
+    return [group for group in owners.values() if len(group) > 1]
+
+
+def _restore_ties(ties: list[list[tuple[nn.Module, str]]]) -> None:
+    """Sharding replaced each occurrence by a DTensor of its own: make them one again."""
+    for (first_module, first_name), *others in ties:
+        first = first_module._parameters[first_name]
+        for module, name in others:
+            other = module._parameters[name]
+            if not isinstance(first, DTensor) or not isinstance(other, DTensor):
+                raise TypeError("tied parameters must both be sharded")
+            if first.placements != other.placements:
+                raise UserError(
+                    f"a parameter tied between two modules needs the same split in both, "
+                    f"not {first.placements} and {other.placements}"
+                )
+            module._parameters[name] = first

@@ -1,0 +1,236 @@
+"""Train a Llama on a dp × tp mesh: torchrun recipes/llama_2d.py --dp 4 --tp 2
+
+Reads from top to bottom as the run runs; each call leads to one file of parallel2d/.
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d import launch
+from parallel2d.checkpoint.store import Checkpoint, CheckpointStore, load_checkpoint, resume_from
+from parallel2d.config import RunConfig, dump_config, load_config
+from parallel2d.data import Corpus, RankData, load_tokens
+from parallel2d.errors import UserError
+from parallel2d.fsdp import Precision
+from parallel2d.generate import generate
+from parallel2d.init import init_weights
+from parallel2d.loss import VocabShard
+from parallel2d.mesh import MeshShape, build_mesh, choose_mesh, dp_rank
+from parallel2d.metrics import Monitor, Run
+from parallel2d.models.llama import PRESETS, Llama, LlamaConfig
+from parallel2d.optim import LearningRate, build_optimizer, set_learning_rate
+from parallel2d.parallelize import parallelize
+from parallel2d.step import evaluate, seed_step, train_step
+
+
+@dataclass(frozen=True)
+class Recipe(RunConfig):
+    """A Llama and how it is trained.
+
+    Args:
+        model: shape of the Llama.
+    """
+
+    model: LlamaConfig = field(default_factory=LlamaConfig)
+
+
+def main() -> None:
+    # What can be known to be wrong is found here, before a process is started or a file written.
+    config = load_config(Recipe, Path(__file__).with_suffix(".yaml"), PRESETS)
+    world = launch.planned_world(config.dp, config.tp, config.dp_replicate, config.device)
+    shape = choose_mesh(config.dp, config.tp, config.dp_replicate, world, lambda s: problems(config, s))
+    data, vocab_size = config.data, config.model.vocab_size
+    corpus = Corpus(load_tokens(data.path), data.seq_len, vocab_size, data.val_fraction, config.seed)
+    resume = resume_from(config.checkpoint.resume, Path(config.out), asdict(config.model))
+    if resume and resume.step >= config.steps:
+        launch.say(f"{resume.path} is the end of a run of {config.steps} steps: to go on, raise --steps")
+        return
+    with launch.world(shape.world, config.device, config.timeout_s) as device:
+        train(config, shape, device, corpus, resume)
+
+
+def problems(config: Recipe, shape: MeshShape) -> list[str]:
+    found = config.problems(shape.dp, shape.tp) + config.model.problems(shape.tp)
+    if config.data.path is None and config.model.vocab_size < 256:
+        found.append(f"model.vocab_size {config.model.vocab_size} is below 256, the number of byte values")
+    return found
+
+
+def train(
+    config: Recipe, shape: MeshShape, device: torch.device, corpus: Corpus, resume: Checkpoint | None
+) -> None:
+    mesh = build_mesh(shape, device.type)
+    model = build_model(config, mesh, device)
+    optim = config.optim
+    optimizer = build_optimizer(model, optim.lr, (optim.beta1, optim.beta2), optim.weight_decay)
+    start = Progress()
+    if resume:
+        load_checkpoint(resume, model, optimizer)
+        start = Progress.of(resume, corpus)
+
+    monitor = open_monitor(config, model, shape, device, start)
+    monitor.say(describe(config, model, shape, device, corpus, resume))
+    micro_batch = config.data.micro_batch_of(shape.dp)
+    data = RankData(corpus, config.data.global_batch, micro_batch, dp_rank(mesh), shape.dp, device)
+    fit(config, mesh, model, optimizer, data, monitor, start)
+
+    show_sample(config, mesh, model, corpus, device, monitor)
+    monitor.say(next_commands(config, shape))
+    monitor.close()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: updates done, sequences consumed (the data position), tokens seen."""
+
+    step: int = 0
+    position: int = 0
+    tokens_seen: int = 0
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, corpus: Corpus) -> "Progress":
+        state = checkpoint.trainer_state()
+        # In other data, or in another order of it, the old position would mean nothing.
+        position = state["position"] if state["data"] == corpus.fingerprint() else 0
+        return cls(checkpoint.step, position, state["tokens_seen"])
+
+
+def build_model(config: Recipe, mesh: DeviceMesh, device: torch.device) -> Llama:
+    with torch.device("meta"):
+        model = Llama(config.model)
+    parallelize(
+        model,
+        mesh,
+        plan=model.tp_plan(),
+        units=list(model.blocks),
+        precision=Precision(*config.precision.dtypes(device.type)),
+        activation_checkpoint=config.activation_checkpoint,
+    )
+    init_weights(model, device, config.seed)
+    return model
+
+
+def fit(
+    config: Recipe,
+    mesh: DeviceMesh,
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    data: RankData,
+    monitor: Monitor,
+    done: Progress,
+) -> None:
+    """One round of the loop is one optimizer update."""
+    optim, vocab = config.optim, VocabShard.of(config.model.vocab_size, mesh["tp"])
+    learning_rate = LearningRate(optim.lr, optim.schedule, optim.warmup_steps, config.steps, optim.final)
+    store = CheckpointStore(Path(config.out) / "checkpoints", config.checkpoint.keep)
+    if done.step == 0:
+        monitor.validation(0, validate(config, model, data, vocab, mesh))
+    while done.step < config.steps:
+        monitor.begin_step()
+        lr = learning_rate(done.step)
+        set_learning_rate(optimizer, lr)
+        seed_step(config.seed, done.step, data.rank)
+        batches = data.train_step(done.position)
+        try:
+            stats = train_step(model, batches, optimizer, vocab, mesh, optim.max_norm)
+        except FloatingPointError as error:
+            raise UserError(f"step {done.step + 1}: {error}; the last checkpoint stands: lower optim.lr") from None
+        done = Progress(done.step + 1, done.position + data.global_batch, done.tokens_seen + stats.tokens)
+        monitor.end_step(done.step, stats, lr, done.tokens_seen)
+
+        last = done.step == config.steps
+        if last or is_due(done.step, config.log.val_every):
+            monitor.validation(done.step, validate(config, model, data, vocab, mesh))
+        if last or is_due(done.step, config.checkpoint.every):
+            state = {**asdict(done), "data": data.corpus.fingerprint(), "model": asdict(config.model)}
+            monitor.say(f"saved {store.save(done.step, model, optimizer, state)}")
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def validate(config: Recipe, model: Llama, data: RankData, vocab: VocabShard, mesh: DeviceMesh) -> float:
+    return evaluate(model, data.validation(config.log.val_batches), vocab, mesh)
+
+
+def open_monitor(
+    config: Recipe, model: Llama, shape: MeshShape, device: torch.device, start: Progress
+) -> Monitor:
+    """The run folder's curves; rank 0 also clears leftovers and writes the resolved config."""
+    out, text = Path(config.out), dump_config(config)
+    if dist.get_rank() == 0:
+        CheckpointStore(out / "checkpoints", config.checkpoint.keep).remove_leftovers()
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.yaml").write_text(text)
+    flops = model.flops_per_token(config.data.seq_len)
+    run = Run(start.step, config.steps, flops, device, shape.world)
+    return Monitor(out, run, every=config.log.every, config_text=text, rank=dist.get_rank())
+
+
+def describe(
+    config: Recipe,
+    model: Llama,
+    shape: MeshShape,
+    device: torch.device,
+    corpus: Corpus,
+    resume: Checkpoint | None,
+) -> str:
+    """What is about to run, in the numbers that decide how."""
+    param, compute, reduce = (str(d).removeprefix("torch.") for d in config.precision.dtypes(device.type))
+    parameters = sum(p.numel() for p in model.parameters())
+    accumulation = config.data.global_batch // config.data.micro_batch_of(shape.dp) // shape.dp
+    lines = [
+        f"mesh      dp×tp = {shape}: {shape.world} processes, {dist.get_backend()} on {device.type}",
+        f"model     {parameters:,} parameters; weights {param}, compute {compute}, reduction {reduce}",
+        f"data      {len(corpus.tokens):,} tokens; {corpus.num_train:,} training sequences an epoch",
+        f"batch     {config.data.global_batch} sequences of {config.data.seq_len} = {shape.dp} dp × "
+        f"{config.data.micro_batch_of(shape.dp)} × {accumulation} accumulated",
+        f"baseline  {corpus.unigram_loss():.4f} nats per token, for a model that knows only token frequencies",
+        f"start     {f'after step {resume.step}, from {resume.path}' if resume else 'new run'}, to step {config.steps}",
+    ]
+    if resume and resume.trainer_state()["data"] != corpus.fingerprint():
+        lines.append("note      the data or its order differs from the checkpoint's: reading it from its start")
+    return "\n".join(lines)
+
+
+def show_sample(
+    config: Recipe, mesh: DeviceMesh, model: Llama, corpus: Corpus, device: torch.device, monitor: Monitor
+) -> None:
+    """A continuation of the held-out text's beginning, by the sharded model: every rank takes part."""
+    if not config.log.sample_tokens:
+        return
+    prompt = corpus.val_batch(range(1))[0][:, :32].to(device)
+    vocab = VocabShard.of(config.model.vocab_size, mesh["tp"])
+    ids = generate(
+        model,
+        prompt,
+        config.log.sample_tokens,
+        vocab=vocab,
+        context=config.data.seq_len,
+        temperature=0.7,
+        seed=config.seed,
+    )
+    start, rest = ids[0, :32].tolist(), ids[0, 32:].tolist()
+    monitor.say(f"sample    {corpus.decode(start)!r} continues:\n{corpus.decode(rest)}")
+
+
+def next_commands(config: Recipe, shape: MeshShape) -> str:
+    more = f"--out {config.out} --steps {2 * config.steps}"
+    turned = f"--dp {shape.tp} --tp {shape.dp}" if shape.dp != shape.tp else "--dp 1 --tp 1"
+    return "\n".join(
+        [
+            "next      go on from here, on the same mesh or on another:",
+            f"            torchrun recipes/llama_2d.py --dp {shape.dp} --tp {shape.tp} {more}",
+            f"            torchrun recipes/llama_2d.py {turned} {more}",
+            f"          curves: tensorboard --logdir {config.out}",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    launch.run(main)
