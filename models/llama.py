@@ -32,7 +32,7 @@ class LlamaConfig:
 
     vocab_size: int = 256
     width: int = 128
-    num_layers: int = 4
+    num_layers: int = 2
     num_heads: int = 8
     num_kv_heads: int = 8
     head_dim: int = 0

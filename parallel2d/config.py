@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import itertools
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -55,8 +56,8 @@ class DataConfig:
             found.append(f"data.global_batch {self.global_batch} is not divisible by dp {dp}: use {above}")
         elif (self.global_batch // dp) % self.micro_batch_of(dp):
             found.append(
-                f"data.global_batch {self.global_batch} is not micro_batch {self.micro_batch} × dp {dp} × a whole "
-                f"number of accumulation steps"
+                f"data.global_batch {self.global_batch} is not data.micro_batch {self.micro_batch} × "
+                f"dp {dp} × a whole number of accumulation steps"
             )
         return found
 
@@ -152,7 +153,7 @@ class LogConfig:
     every: int = 10
     val_every: int = 50
     val_batches: int = 4
-    sample_tokens: int = 160
+    sample_tokens: int = 100
 
     def problems(self) -> list[str]:
         return _below("log", self, 1, "every", "val_batches") + _below(
@@ -202,7 +203,9 @@ class RunConfig:
 
 def _below(section: str, values: object, least: int, *names: str) -> list[str]:
     return [
-        f"{section}.{name} {value} is below {least}" for name in names if (value := getattr(values, name)) < least
+        f"{section}.{name} {value} is below {least}"
+        for name in names
+        if (value := getattr(values, name)) < least
     ]
 
 
@@ -239,7 +242,11 @@ def load_config(
     except ArgumentError as error:
         raise UserError(_explain(str(error), parser)) from None
     del values["model"]["preset"], values["config"]
-    return parser.instantiate(values)["run"] if "run" in values else config_class(**vars(parser.instantiate(values)))
+    return (
+        parser.instantiate(values)["run"]
+        if "run" in values
+        else config_class(**vars(parser.instantiate(values)))
+    )
 
 
 def _parser(config_class: type, default_file: Path, presets: Mapping[str, Any]) -> ArgumentParser:
@@ -278,7 +285,7 @@ def _explain(message: str, parser: ArgumentParser) -> str:
 def _reject_duplicate_keys(default_file: Path, arguments: Sequence[str]) -> None:
     """YAML readers keep the last of two equal keys without a word."""
     named = [a.split("=", 1)[1] for a in arguments if a.startswith("--config=")]
-    named += [following for a, following in zip(arguments, arguments[1:], strict=False) if a == "--config"]
+    named += [following for a, following in itertools.pairwise(arguments) if a == "--config"]
     for file in (default_file, *map(Path, named)):
         if not file.is_file():
             raise UserError(f"--config {str(file)!r} does not exist")

@@ -6,6 +6,7 @@ the sequences consumed since the start. So a resume needs one number, on any mes
 
 import functools
 import hashlib
+import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,10 +49,12 @@ def load_tokens(path: str | None) -> Tokens:
 
 
 def _standard_library_sources() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
-    files = (f for f in root.rglob("*.py") if not skipped & set(f.relative_to(root).parts))
-    return sorted(files)
+    found = []
+    for folder, below, names in os.walk(sysconfig.get_path("stdlib")):
+        below[:] = [name for name in below if name not in skipped]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found)
 
 
 def _bytes_of(files: list[Path]) -> Tokens:
@@ -79,8 +82,9 @@ class Corpus:
     def __post_init__(self) -> None:
         if self.num_train < 1 or self.num_val < 1:
             raise UserError(
-                f"{len(self.tokens)} tokens make {max(self.num_train, 0)} training and {max(self.num_val, 0)} "
-                f"validation sequences of data.seq_len {self.seq_len}: give more text or a smaller seq_len"
+                f"{len(self.tokens)} tokens make {max(self.num_train, 0)} training and "
+                f"{max(self.num_val, 0)} validation sequences of data.seq_len {self.seq_len}: "
+                f"give more text or a smaller seq_len"
             )
 
     @property
@@ -98,10 +102,18 @@ class Corpus:
         return (len(self.tokens) - self.split - 1) // self.seq_len
 
     def fingerprint(self) -> str:
-        """Changes when the sequences or their order change: text (length, dtype, ends), seq_len, split, seed."""
+        """Changes with the sequences or their order: text (length, dtype, ends), seq_len, split, seed."""
         ends = self.tokens[: 1 << 20].tobytes() + self.tokens[-(1 << 20) :].tobytes()
-        facts = f"{len(self.tokens)} {self.tokens.dtype} {self.seq_len} {self.val_fraction} {self.seed}".encode()
+        facts = (
+            f"{len(self.tokens)} {self.tokens.dtype} {self.seq_len} {self.val_fraction} {self.seed}".encode()
+        )
         return hashlib.blake2b(facts + ends, digest_size=8).hexdigest()
+
+    def prompt(self, text: str) -> list[int]:
+        """The text's bytes; the first held-out tokens where tokens are not bytes."""
+        return (
+            list(text.encode()) if self.tokens.dtype == np.uint8 else self.tokens[self.split :][:16].tolist()
+        )
 
     def decode(self, ids: list[int]) -> str:
         """Text where tokens are bytes, else the numbers."""
@@ -109,13 +121,13 @@ class Corpus:
         return bytes(ids).decode(errors="replace") if is_bytes else " ".join(map(str, ids))
 
     def unigram_loss(self) -> float:
-        """Nats per token of a model that knows only the training text's token frequencies, on the held-out text."""
+        """Held-out nats per token of a model that knows only the training text's token frequencies."""
         counts = np.bincount(self.tokens[: self.split], minlength=self.vocab_size).astype(np.float64) + 1
         held_out = np.bincount(self.tokens[self.split :], minlength=self.vocab_size)
         return float(-(held_out * np.log(counts / counts.sum())).sum() / held_out.sum())
 
     def train_batch(self, positions: range) -> tuple[Tensor, Tensor]:
-        """Sequences at these positions of the endless shuffled stream, each once per epoch: ids (b, s), targets (b, s)."""
+        """Sequences of the endless shuffled stream, each once per epoch: ids (b, s), targets (b, s)."""
         return self._batch([self._train_start(position) for position in positions])
 
     def val_batch(self, positions: range) -> tuple[Tensor, Tensor]:
@@ -166,13 +178,15 @@ class RankData:
     device: torch.device
 
     def train_step(self, position: int) -> list[tuple[Tensor, Tensor]]:
-        """Micro-batches of the step that takes sequences [position, position + global_batch) of the stream."""
+        """Micro-batches of the step that takes sequences [position, position + global_batch)."""
         return [self._to_device(self.corpus.train_batch(part)) for part in self._parts(position)]
 
     def validation(self, num_batches: int) -> list[tuple[Tensor, Tensor]]:
         """Micro-batches of the first num_batches global batches of the held-out text."""
         firsts = [i * self.global_batch for i in range(num_batches)]
-        return [self._to_device(self.corpus.val_batch(part)) for first in firsts for part in self._parts(first)]
+        return [
+            self._to_device(self.corpus.val_batch(part)) for first in firsts for part in self._parts(first)
+        ]
 
     def _parts(self, position: int) -> list[range]:
         share = self.global_batch // self.ranks

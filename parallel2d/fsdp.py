@@ -1,5 +1,6 @@
 """fully_shard, block by block. Its only caller."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +20,7 @@ class Precision:
     reduce: torch.dtype = torch.float32
 
 
-def apply_fsdp(
-    model: nn.Module, mesh: DeviceMesh, units: Sequence[nn.Module], precision: Precision
-) -> None:
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, units: Sequence[nn.Module], precision: Precision) -> None:
     """Shard every parameter over dp_shard (dim 0), in place; replicate over dp_replicate (HSDP).
 
     Each unit, then the root with what the units leave, is one all-gather in forward and one
@@ -33,16 +32,14 @@ def apply_fsdp(
     """
     replicas = mesh["dp_replicate"].size()
     dp_mesh = mesh["dp_shard"] if replicas == 1 else mesh["dp_replicate", "dp_shard"]
-    dtypes = {
-        "param_dtype": None if precision.compute == precision.param else precision.compute,
-        "reduce_dtype": precision.reduce,
-    }
+    compute = None if precision.compute == precision.param else precision.compute
+    of_root = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.reduce)
     # Only the root casts its inputs: what passes between units has the compute dtype already, and
     # what a model keeps in float32 on purpose (rotary tables) must arrive as it is.
-    of_unit = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+    of_unit = dataclasses.replace(of_root, cast_forward_inputs=False)
     for unit in units:
         fully_shard(unit, mesh=dp_mesh, mp_policy=of_unit, reshard_after_forward=unit is not units[-1])
-    fully_shard(model, mesh=dp_mesh, mp_policy=MixedPrecisionPolicy(**dtypes), reshard_after_forward=False)
+    fully_shard(model, mesh=dp_mesh, mp_policy=of_root, reshard_after_forward=False)
 
 
 def reshard(model: nn.Module) -> None:

@@ -1,13 +1,12 @@
 """A sharded model on meta -> weights, the same numbers on every mesh."""
 
-import hashlib
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from parallel2d.errors import UserError
+from parallel2d.seeds import seed_of
 
 
 def init_weights(model: nn.Module, device: torch.device, seed: int) -> None:
@@ -26,7 +25,7 @@ def init_weights(model: nn.Module, device: torch.device, seed: int) -> None:
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         for name, module in model.named_modules():
             if _owns_state(module):
-                torch.manual_seed(_seed_of(seed, name))
+                torch.manual_seed(seed_of(seed, name))
                 _reset(module, done)
 
 
@@ -47,11 +46,6 @@ def _require_reset_parameters(model: nn.Module) -> None:
         )
 
 
-def _seed_of(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def _reset(module: nn.Module, done: set[nn.Parameter]) -> None:
     """Call reset_parameters() on full-size tensors, then keep this rank's slices."""
     shards = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
@@ -59,7 +53,7 @@ def _reset(module: nn.Module, done: set[nn.Parameter]) -> None:
         module._parameters[name] = nn.Parameter(_empty_whole(parameter), parameter.requires_grad)
     module.reset_parameters()  # type: ignore[operator]  # hasattr was checked; nn.Module's type is Tensor
     for name, parameter in shards.items():
-        whole = module._parameters[name]
+        whole = module.get_parameter(name)
         module._parameters[name] = parameter
         if parameter not in done:
             done.add(parameter)

@@ -5,6 +5,7 @@ The only reader of RANK, WORLD_SIZE and LOCAL_RANK.
 
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -16,6 +17,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import _prctl_pr_set_pdeathsig
 
 from parallel2d.errors import UserError
 
@@ -61,15 +63,16 @@ def planned_world(dp: int, tp: int, dp_replicate: int, device: str) -> int:
 def world(size: int, device: str, timeout_s: float) -> Iterator[torch.device]:
     """A process group of `size` ranks (NCCL on CUDA, gloo on CPU); yields this rank's device.
 
-    A process alone that needs more re-executes itself under torchrun and does not come back.
+    A process alone that needs more becomes the launcher of that many local workers, which go on
+    from here as its forks; itself it waits for them and ends with their status.
     """
-    place = Place.of_this_process()
-    if place.world == 1 and size > 1:
-        _restart_under_torchrun(size)
     # Default actions end a rank at once even when it waits inside a collective, where Python's own
     # handlers would not run. A checkpoint is whole at any moment, so there is nothing to tidy up.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if Place.of_this_process().world == 1 and size > 1:
+        _start_local_workers(size)
+    place = Place.of_this_process()
     chosen = _choose_device(device, place)
     _init_process_group(chosen, place, timedelta(seconds=timeout_s))
     yield chosen
@@ -109,19 +112,65 @@ def _init_process_group(device: torch.device, place: Place, timeout: timedelta) 
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 
-def _restart_under_torchrun(size: int) -> NoReturn:
-    """Replace this process by `torchrun --standalone --nproc-per-node size` of the same command."""
-    print(f"one process, and the mesh needs {size}: restarting under torchrun with {size} local workers")
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _TORCHRUN_NAMES and not name.startswith(_TORCHRUN_PREFIXES)
-    }
+def _start_local_workers(size: int) -> None:
+    """What `torchrun --standalone --nproc-per-node size` does; returns in the workers only.
+
+    On Linux the workers are forks: they have torch imported and the data read, which eight times over
+    would take longer than a short run. Elsewhere a fork of a process with threads is not safe, and
+    torchrun itself starts the command again.
+    """
+    print(
+        f"one process, and the mesh needs {size}: starting {size} local workers, as torchrun would",
+        flush=True,
+    )
+    for name in [n for n in os.environ if n in _TORCHRUN_NAMES or n.startswith(_TORCHRUN_PREFIXES)]:
+        del os.environ[name]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, *torchrun, *sys.argv], environment)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))
+    if sys.platform == "linux":
+        _fork_workers(size)
+    else:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
+
+
+def _fork_workers(size: int) -> None:
+    # torch imports its compiler on FSDP's first use, which takes seconds: once, before the forks.
+    import torch._dynamo
+
+    port = _free_port()
+    workers = set()
+    for rank in range(size):
+        worker = os.fork()
+        if worker == 0:
+            # Whatever ends the launcher, a kill -9 included, ends its workers.
+            _prctl_pr_set_pdeathsig(signal.SIGTERM)
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            return
+        workers.add(worker)
+    os._exit(_wait_for(workers))
+
+
+def _wait_for(workers: set[int]) -> int:
+    """The first status ≠ 0, after which the other workers are ended, or 0."""
+    status = 0
+    while workers:
+        worker, how = os.wait()
+        workers.discard(worker)
+        ended_with = os.waitstatus_to_exitcode(how)
+        if ended_with != 0 and status == 0:
+            status = ended_with if ended_with > 0 else 128 - ended_with
+            for other in workers:
+                os.kill(other, signal.SIGTERM)
+    return status
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def say(text: str) -> None:
@@ -134,7 +183,7 @@ def run(main: Callable[[], None]) -> None:
     """Call main; tell a failure once for the whole world and end this process with a status ≠ 0.
 
     A UserError has status 2 and no traceback, a bug status 1 and a traceback. torchrun stops the
-    other ranks a moment after the first has ended, so who ends first is the one who speaks: rank 0
+    other ranks a moment after the first has ended, so who ends first is who speaks: rank 0
     if all failed alike, the rank that failed alone before those that only lost it as a peer.
     """
     place = Place.of_this_process()

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.styles import all_gather, shard_bounds
+from parallel2d.collectives import all_gather, shard_bounds
 
 IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The token ids [start, stop) of [0, vocab_size) whose logits this rank holds; the tp axis holds the rest."""
+    """The token ids [start, stop) whose logits this rank holds; the other tp ranks hold the rest."""
 
     start: int
     stop: int

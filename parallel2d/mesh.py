@@ -92,9 +92,7 @@ def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
 
     Collective: creates one process group per axis.
     """
-    return init_device_mesh(
-        device_type, (shape.dp_replicate, shape.dp_shard, shape.tp), mesh_dim_names=AXES
-    )
+    return init_device_mesh(device_type, (shape.dp_replicate, shape.dp_shard, shape.tp), mesh_dim_names=AXES)
 
 
 def dp_size(mesh: DeviceMesh) -> int:
@@ -109,7 +107,10 @@ def dp_rank(mesh: DeviceMesh) -> int:
 
 
 def sum_over_dp(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Add up a small tensor over the data-parallel ranks, in place: one all-reduce per data axis larger than 1."""
+    """Add up a small tensor over the data-parallel ranks, in place.
+
+    One all-reduce per data axis larger than 1.
+    """
     for axis in ("dp_shard", "dp_replicate"):
         if mesh[axis].size() > 1:
             dist.all_reduce(value, group=mesh[axis].get_group())

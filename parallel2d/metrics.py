@@ -114,8 +114,8 @@ class Monitor:
         eta = "--:--" if first else f"{int(left) // 60}:{int(left) % 60:02d}"
         mfu = f"  mfu {values['mfu']:.1%}" if values["mfu"] else ""
         self.say(
-            f"step {step:>{len(str(self.run.total_steps))}}/{self.run.total_steps}  loss {values['loss']:.4f}  "
-            f"grad_norm {values['grad_norm']:.3f}  lr {values['lr']:.2e}  "
+            f"step {step:>{len(str(self.run.total_steps))}}/{self.run.total_steps}  "
+            f"loss {values['loss']:.4f}  grad_norm {values['grad_norm']:.3f}  lr {values['lr']:.2e}  "
             f"{values['tokens_per_s']:,.0f} tokens/s{mfu}  ETA {eta}"
         )
 

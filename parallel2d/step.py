@@ -1,12 +1,10 @@
 """One optimizer update: micro-batches -> gradients -> update -> StepStats."""
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,6 +12,7 @@ from parallel2d.fsdp import inference
 from parallel2d.loss import IGNORE_INDEX, VocabShard, cross_entropy_sum
 from parallel2d.mesh import dp_size, sum_over_dp
 from parallel2d.optim import clip_gradients, gradient_norm
+from parallel2d.seeds import seed_of
 
 Batch = tuple[Tensor, Tensor]  # ids (b, s), targets (b, s)
 
@@ -40,7 +39,7 @@ def seed_step(seed: int, step: int, dp_rank: int) -> None:
 
     Data-parallel ranks differ (dropout must not repeat over the batch), tp peers agree.
     """
-    torch.manual_seed(int.from_bytes(hashlib.blake2b(f"{seed}:{step}:{dp_rank}".encode(), digest_size=7).digest()))
+    torch.manual_seed(seed_of(seed, step, dp_rank))
 
 
 def train_step(

@@ -11,134 +11,22 @@ sequence parallelism (arXiv:2205.05198, section 4.2.2).
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from parallel2d.collectives import (
+    gather_sequence,
+    scatter_sequence,
+    shard_bounds,
+    sum_gradient,
+    sum_output,
+)
 from parallel2d.errors import UserError
-
-# ---------------------------------------------------------------- collectives
-#
-# The functional ops, because torch.compile traces them as they are; each waits for its result.
-
-_ops = torch.ops._c10d_functional
-
-
-def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(n, …) on each rank -> (tp, n, …), in the order of ranks. One all-gather."""
-    size = group.size()
-    gathered = _ops.all_gather_into_tensor(x.contiguous(), size, group.group_name)
-    return _ops.wait_tensor(gathered).unflatten(0, (size, x.shape[0]))
-
-
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(tp, n, …) on each rank -> the sum over ranks of this rank's (n, …). One reduce-scatter."""
-    scattered = _ops.reduce_scatter_tensor(
-        x.flatten(0, 1).contiguous(), "sum", group.size(), group.group_name
-    )
-    return _ops.wait_tensor(scattered)
-
-
-def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over ranks, out of place. One all-reduce."""
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
-
-
-def _all_gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(b, s/tp, …) -> (b, s, …)."""
-    return all_gather(x, group).transpose(0, 1).flatten(1, 2)
-
-
-def _reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(b, s, …) partial sums -> (b, s/tp, …)."""
-    return _reduce_scatter(x.unflatten(1, (group.size(), -1)).transpose(0, 1), group)
-
-
-# ---------------------------------------------------------------- and their gradients
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather_sequence(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter_sequence(grads[0], ctx.group), None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter_sequence(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_gather_sequence(grads[0], ctx.group), None
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grads[0], ctx.group), None
-
-
-class _SumOutput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-def gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """(b, s/tp, …) -> (b, s, …). Forward: one all-gather; backward: one reduce-scatter."""
-    return _GatherSequence.apply(x, mesh.get_group())
-
-
-def scatter_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """(b, s, …) partial sums -> (b, s/tp, …). Forward: one reduce-scatter; backward: one all-gather."""
-    if x.shape[1] % mesh.size():
-        raise UserError(
-            f"sequence length {x.shape[1]} is not divisible by tp {mesh.size()}: "
-            f"pad it to {-(-x.shape[1] // mesh.size()) * mesh.size()}"
-        )
-    return _ScatterSequence.apply(x, mesh.get_group())
-
-
-def sum_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """x unchanged. Forward: nothing; backward: one all-reduce of its gradient."""
-    return _SumGradient.apply(x, mesh.get_group())
-
-
-def sum_output(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Partial sums -> their total on every rank. Forward: one all-reduce; backward: nothing."""
-    return _SumOutput.apply(x, mesh.get_group())
-
-
-# ---------------------------------------------------------------- weights
-
-
-def shard_bounds(size: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """[start, stop) of this rank's share of a dim, by DTensor's rule: all shares but the last ones are ⌈size/tp⌉."""
-    share = -(-size // mesh.size())
-    start = min(mesh.get_local_rank() * share, size)
-    return start, min(start + share, size)
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
@@ -151,11 +39,15 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) ->
         module.register_parameter(name, nn.Parameter(shared, requires_grad=parameter.requires_grad))
 
 
-def _local(parameter: Tensor | None, gradient: Placement | None = None) -> Tensor | None:
-    """This rank's share of a weight; `gradient` says what its gradient is over tp (default: same layout)."""
+def _local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
+    """This rank's share of a weight; `gradient`: what its gradient is over tp (default: the same layout)."""
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=None if gradient is None else [gradient])
+
+
+def _local_bias(module: nn.Linear, gradient: Placement | None = None) -> Tensor | None:
+    return None if module.bias is None else _local(module.bias, gradient)
 
 
 @contextmanager
@@ -164,30 +56,29 @@ def _local_parameters(module: nn.Module, gradient: Placement) -> Iterator[None]:
 
     An instance attribute shadows the entry in `_parameters`, which stays as FSDP and the optimizer know it.
     """
-    names = [name for name, parameter in module._parameters.items() if parameter is not None]
-    for name in names:
-        module.__dict__[name] = _local(module._parameters[name], gradient)
+    shown = {name: _local(p, gradient) for name, p in module._parameters.items() if p is not None}
+    module.__dict__.update(shown)
     try:
         yield
     finally:
-        for name in names:
+        for name in shown:
             del module.__dict__[name]
 
 
-# ---------------------------------------------------------------- styles
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
-class Style(ParallelStyle):
-    """A ParallelStyle whose forward works on local tensors.
+def _require(style: ParallelStyle, module: nn.Module, kind: type[AnyModule]) -> AnyModule:
+    if not isinstance(module, kind):
+        raise UserError(
+            f"style {type(style).__name__} is for {kind.__name__}, not for {type(module).__name__}"
+        )
+    return module
 
-    Subclasses shard the weights in `shard` and replace the module's forward in `_apply`.
-    """
 
-    def _require(self, module: nn.Module, kind: type[nn.Module]) -> None:
-        if not isinstance(module, kind):
-            raise UserError(
-                f"style {type(self).__name__} is for {kind.__name__}, not for {type(module).__name__}"
-            )
+def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    module.forward = forward
+    return module
 
 
 def _require_divisible(what: str, size: int, mesh: DeviceMesh) -> None:
@@ -195,7 +86,7 @@ def _require_divisible(what: str, size: int, mesh: DeviceMesh) -> None:
         raise UserError(f"{what} {size} is not divisible by tp {mesh.size()}")
 
 
-class Colwise(Style):
+class Colwise(ParallelStyle):
     """nn.Linear with its output features split: (…, d) -> (…, f/tp), weight (f/tp, d).
 
     The input is the same on every rank; what each rank contributes to its gradient is summed.
@@ -203,14 +94,13 @@ class Colwise(Style):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._require(module, nn.Linear)
+        module = _require(self, module, nn.Linear)
         _require_divisible("number of output features", module.out_features, device_mesh)
         _distribute(module, device_mesh, weight=Shard(0), bias=Shard(0))
-        module.forward = functools.partial(self.forward, module, device_mesh)
-        return module
+        return _with_forward(module, functools.partial(self.forward, module, device_mesh))
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
-        return F.linear(sum_gradient(x, mesh), _local(module.weight), _local(module.bias))
+        return F.linear(sum_gradient(x, mesh), _local(module.weight), _local_bias(module))
 
 
 class ColwiseLocal(Colwise):
@@ -220,26 +110,26 @@ class ColwiseLocal(Colwise):
     """
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
-        return F.linear(x, _local(module.weight), _local(module.bias))
+        return F.linear(x, _local(module.weight), _local_bias(module))
 
 
-class Rowwise(Style):
+class Rowwise(ParallelStyle):
     """nn.Linear with its input features split: (…, f/tp) -> (…, d), weight (d, f/tp), bias whole.
 
     Forward: one all-reduce; backward: nothing.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._require(module, nn.Linear)
+        module = _require(self, module, nn.Linear)
         _require_divisible("number of input features", module.in_features, device_mesh)
         _distribute(module, device_mesh, weight=Shard(1), bias=Replicate())
-        module.forward = functools.partial(self.forward, module, device_mesh)
-        return module
+        return _with_forward(module, functools.partial(self.forward, module, device_mesh))
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
         # The bias is added after the sum: inside it, it would be counted tp times.
         y = sum_output(F.linear(x, _local(module.weight)), mesh)
-        return y if module.bias is None else y + _local(module.bias)
+        bias = _local_bias(module)
+        return y if bias is None else y + bias
 
 
 class RowwiseScatter(Rowwise):
@@ -250,11 +140,15 @@ class RowwiseScatter(Rowwise):
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
         y = scatter_sequence(F.linear(x, _local(module.weight)), mesh)
-        return y if module.bias is None else y + _local(module.bias, Partial())
+        # Each rank adds the bias to its own tokens only.
+        bias = _local_bias(module, Partial())
+        return y if bias is None else y + bias
 
 
-class GatherSequence(Style):
-    """Any module without weights of its own that needs whole sequences: its first argument (b, s/tp, d) -> (b, s, d).
+class GatherSequence(ParallelStyle):
+    """Any module without weights of its own that needs whole sequences.
+
+    Its first argument arrives as (b, s/tp, d) and is passed on as (b, s, d).
 
     One gather serves every linear inside, and its backward sums what they contribute to the gradient.
     Forward: one all-gather; backward: one reduce-scatter.
@@ -266,19 +160,20 @@ class GatherSequence(Style):
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             return whole(gather_sequence(x, device_mesh), *args, **kwargs)
 
-        module.forward = forward
-        return module
+        return _with_forward(module, forward)
 
 
-class Replicated(Style):
-    """Any module that sees the same input on every tp rank: weights whole, gradients equal. No collectives."""
+class Replicated(ParallelStyle):
+    """Any module that sees the same input on every tp rank: weights whole, gradients equal.
+
+    No collectives.
+    """
 
     gradient: Placement = Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, **{name: Replicate() for name in module._parameters})
-        module.forward = self._with_local_parameters(module, module.forward)
-        return module
+        return _with_forward(module, self._with_local_parameters(module, module.forward))
 
     def _with_local_parameters(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -290,7 +185,7 @@ class Replicated(Style):
 
 
 class Sequence(Replicated):
-    """Any module that sees a share of the sequence, a norm for one: (b, s/tp, d) -> (b, s/tp, d), weights whole.
+    """Any module that sees a share of the sequence, a norm for one: (b, s/tp, d) -> the same, weights whole.
 
     Each rank's gradient covers its own tokens, so FSDP sums it over tp before it reduces over dp.
     Forward: nothing; backward: one all-reduce per weight.
@@ -299,45 +194,41 @@ class Sequence(Replicated):
     gradient = Partial()
 
 
-class Vocab(Style):
+class Vocab(ParallelStyle):
     """nn.Embedding with its rows split: ids (b, s), the same on every rank -> (b, s/tp, d), weight (v/tp, d).
 
     tp need not divide v. Forward: one reduce-scatter; backward: one all-gather.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._require(module, nn.Embedding)
+        module = _require(self, module, nn.Embedding)
         unsupported = [name for name in ("padding_idx", "max_norm") if getattr(module, name) is not None]
         if unsupported or module.scale_grad_by_freq or module.sparse:
             raise UserError("style vocab is for a plain nn.Embedding, without padding_idx, max_norm, … ")
         _distribute(module, device_mesh, weight=Shard(0))
         bounds = shard_bounds(module.num_embeddings, device_mesh)
-        module.forward = functools.partial(self.forward, module, device_mesh, bounds)
-        return module
+        return _with_forward(module, functools.partial(self.forward, module, device_mesh, bounds))
 
-    def forward(
-        self, module: nn.Embedding, mesh: DeviceMesh, bounds: tuple[int, int], ids: Tensor
-    ) -> Tensor:
+    def forward(self, module: nn.Embedding, mesh: DeviceMesh, bounds: tuple[int, int], ids: Tensor) -> Tensor:
         start, stop = bounds
         elsewhere = (ids < start) | (ids >= stop)
         rows = F.embedding((ids - start).masked_fill(elsewhere, 0), _local(module.weight))
         return scatter_sequence(rows.masked_fill(elsewhere.unsqueeze(-1), 0), mesh)
 
 
-class VocabHead(Style):
+class VocabHead(ParallelStyle):
     """nn.Linear from width to vocabulary: (b, s/tp, d) -> logits (b, s, v/tp), weight (v/tp, d).
 
     tp need not divide v. Forward: one all-gather; backward: one reduce-scatter.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._require(module, nn.Linear)
+        module = _require(self, module, nn.Linear)
         _distribute(module, device_mesh, weight=Shard(0), bias=Shard(0))
-        module.forward = functools.partial(self.forward, module, device_mesh)
-        return module
+        return _with_forward(module, functools.partial(self.forward, module, device_mesh))
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
-        return F.linear(gather_sequence(x, mesh), _local(module.weight), _local(module.bias))
+        return F.linear(gather_sequence(x, mesh), _local(module.weight), _local_bias(module))
 
 
 STYLES: dict[str, ParallelStyle] = {

@@ -53,7 +53,9 @@ def match_plan(model: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
         hits = [name for name in names if _matches(name, glob)]
         if not hits:
             near = difflib.get_close_matches(glob, names, n=3, cutoff=0.4)
-            faults.append(f"plan entry {glob!r} matches no module (nearest names: {', '.join(near) or 'none'})")
+            faults.append(
+                f"plan entry {glob!r} matches no module (nearest names: {', '.join(near) or 'none'})"
+            )
         faults += [f"plan entries {matched[n]!r} and {glob!r} both match {n!r}" for n in hits if n in matched]
         matched.update({name: glob for name in hits})
     if faults:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from parallel2d.models.llama import PRESETS, Llama, LlamaConfig
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d import launch
@@ -19,9 +20,8 @@ from parallel2d.fsdp import Precision
 from parallel2d.generate import generate
 from parallel2d.init import init_weights
 from parallel2d.loss import VocabShard
-from parallel2d.mesh import MeshShape, build_mesh, choose_mesh, dp_rank
+from parallel2d.mesh import MeshShape, build_mesh, choose_mesh, dp_rank, mesh_shapes
 from parallel2d.metrics import Monitor, Run
-from parallel2d.models.llama import PRESETS, Llama, LlamaConfig
 from parallel2d.optim import LearningRate, build_optimizer, set_learning_rate
 from parallel2d.parallelize import parallelize
 from parallel2d.step import evaluate, seed_step, train_step
@@ -138,7 +138,9 @@ def fit(
         try:
             stats = train_step(model, batches, optimizer, vocab, mesh, optim.max_norm)
         except FloatingPointError as error:
-            raise UserError(f"step {done.step + 1}: {error}; the last checkpoint stands: lower optim.lr") from None
+            raise UserError(
+                f"step {done.step + 1}: {error}; the last checkpoint stands: lower optim.lr"
+            ) from None
         done = Progress(done.step + 1, done.position + data.global_batch, done.tokens_seen + stats.tokens)
         monitor.end_step(done.step, stats, lr, done.tokens_seen)
 
@@ -190,46 +192,43 @@ def describe(
         f"data      {len(corpus.tokens):,} tokens; {corpus.num_train:,} training sequences an epoch",
         f"batch     {config.data.global_batch} sequences of {config.data.seq_len} = {shape.dp} dp × "
         f"{config.data.micro_batch_of(shape.dp)} × {accumulation} accumulated",
-        f"baseline  {corpus.unigram_loss():.4f} nats per token, for a model that knows only token frequencies",
-        f"start     {f'after step {resume.step}, from {resume.path}' if resume else 'new run'}, to step {config.steps}",
+        f"baseline  {corpus.unigram_loss():.4f} nats per token for a model that knows only their frequencies",
+        f"start     after step {resume.step} of {resume.path}" if resume else "start     from nothing",
     ]
     if resume and resume.trainer_state()["data"] != corpus.fingerprint():
-        lines.append("note      the data or its order differs from the checkpoint's: reading it from its start")
+        lines.append(
+            "note      the data or its order differs from the checkpoint's: reading it from its start"
+        )
     return "\n".join(lines)
 
 
 def show_sample(
     config: Recipe, mesh: DeviceMesh, model: Llama, corpus: Corpus, device: torch.device, monitor: Monitor
 ) -> None:
-    """A continuation of the held-out text's beginning, by the sharded model: every rank takes part."""
+    """A text by the sharded model; every rank takes part."""
     if not config.log.sample_tokens:
         return
-    prompt = corpus.val_batch(range(1))[0][:, :32].to(device)
+    prompt = corpus.prompt("    def __init__(self, ")
     vocab = VocabShard.of(config.model.vocab_size, mesh["tp"])
     ids = generate(
         model,
-        prompt,
+        torch.tensor([prompt], device=device),
         config.log.sample_tokens,
         vocab=vocab,
         context=config.data.seq_len,
         temperature=0.7,
         seed=config.seed,
     )
-    start, rest = ids[0, :32].tolist(), ids[0, 32:].tolist()
-    monitor.say(f"sample    {corpus.decode(start)!r} continues:\n{corpus.decode(rest)}")
+    monitor.say(f"sample    {len(prompt)} tokens given, {config.log.sample_tokens} generated:")
+    monitor.say(corpus.decode(ids[0].tolist()))
 
 
 def next_commands(config: Recipe, shape: MeshShape) -> str:
-    more = f"--out {config.out} --steps {2 * config.steps}"
-    turned = f"--dp {shape.tp} --tp {shape.dp}" if shape.dp != shape.tp else "--dp 1 --tp 1"
-    return "\n".join(
-        [
-            "next      go on from here, on the same mesh or on another:",
-            f"            torchrun recipes/llama_2d.py --dp {shape.dp} --tp {shape.tp} {more}",
-            f"            torchrun recipes/llama_2d.py {turned} {more}",
-            f"          curves: tensorboard --logdir {config.out}",
-        ]
-    )
+    """What to type next: go on, on this mesh and on another one that works, and look at the curves."""
+    others = [s for s in mesh_shapes(shape.world) if s != shape and not problems(config, s)]
+    go_on = f"torchrun recipes/llama_2d.py --config {config.out}/config.yaml --steps {2 * config.steps}"
+    other_mesh = [f"{go_on} --dp {s.dp} --tp {s.tp} --dp_replicate 1" for s in others[-1:]]
+    return "\n  ".join(["next", go_on, *other_mesh, f"tensorboard --logdir {config.out}"])
 
 
 if __name__ == "__main__":

@@ -110,12 +110,14 @@ def resume_from(choice: str, out: Path, model_config: Mapping[str, Any]) -> Chec
     found = newest if choice == "auto" else None if choice == "never" else _find(Path(choice))
     if newest and (found is None or found.path.resolve() != newest.path.resolve()):
         raise UserError(
-            f"{out} holds checkpoints up to step {newest.step}, which a run with --checkpoint.resume {choice} "
-            f"would overwrite: use another --out, or --checkpoint.resume auto"
+            f"{out} holds checkpoints up to step {newest.step}, which a run with "
+            f"--checkpoint.resume {choice} would overwrite: use another --out, or --checkpoint.resume auto"
         )
     if found:
         theirs = found.trainer_state()["model"]
-        differ = [f"{k} {theirs.get(k)} there, {v} here" for k, v in model_config.items() if theirs.get(k) != v]
+        differ = [
+            f"{k} {theirs.get(k)} there, {v} here" for k, v in model_config.items() if theirs.get(k) != v
+        ]
         if differ:
             raise UserError(f"{found.path} is of another model ({'; '.join(differ)}): use another --out")
     return found
@@ -158,8 +160,9 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     state: dict[str, Tensor] = {f"model.{name}": p.detach() for p, name in names.items()}
     persistent = model.state_dict(keep_vars=True)
     state |= {f"model.{name}": b for name, b in model.named_buffers() if name in persistent}
-    for parameter, values in optimizer.state.items():
-        state |= {f"optimizer.{names[parameter]}.{key}": value for key, value in values.items()}
+    for parameter, name in names.items():
+        values = optimizer.state.get(parameter, {})
+        state |= {f"optimizer.{name}.{key}": value for key, value in values.items()}
     return state
 
 
