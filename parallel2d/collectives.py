@@ -15,7 +15,7 @@ from parallel2d.errors import UserError
 
 
 def shard_bounds(size: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """[start, stop) of this rank's share of a dim, split as DTensor does: ⌈size/tp⌉ each while any are left."""
+    """[start, stop) of this rank's share of a dim, split as DTensor does: ⌈size/tp⌉ each while it lasts."""
     share = -(-size // mesh.size())
     start = min(mesh.get_local_rank() * share, size)
     return start, min(start + share, size)

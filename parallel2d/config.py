@@ -1,20 +1,9 @@
-"""The schema of a YAML recipe: frozen dataclasses, filled from defaults, YAML and flags by jsonargparse."""
+"""The schema of a YAML recipe: frozen dataclasses that know their own rules."""
 
-import dataclasses
-import difflib
-import itertools
-import re
-import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import torch
-import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser
-
-from parallel2d.errors import UserError
 
 DtypeName = Literal["float32", "float64", "bfloat16"]
 
@@ -207,100 +196,3 @@ def _below(section: str, values: object, least: int, *names: str) -> list[str]:
         for name in names
         if (value := getattr(values, name)) < least
     ]
-
-
-AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
-
-
-def load_config(
-    config_class: type[AnyConfig],
-    default_file: Path,
-    presets: Mapping[str, Any],
-    arguments: Sequence[str] | None = None,
-) -> AnyConfig:
-    """Defaults < preset < default_file < --config files < flags, in that order of strength.
-
-    Args:
-        config_class: a RunConfig with a `model` section.
-        default_file: the recipe's YAML, always read.
-        presets: values of `--model.preset`, each a whole model section.
-        arguments: the command line; default sys.argv[1:].
-    """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = _parser(config_class, default_file, presets)
-    try:
-        _reject_duplicate_keys(default_file, arguments)
-        # Two passes: the first finds the preset, whose values are then the second's defaults.
-        quiet = [a for a in arguments if a not in ("-h", "--help") and not a.startswith("--print_config")]
-        preset = parser.parse_args(quiet).model.preset
-        if preset not in presets:
-            raise UserError(f"model.preset {preset!r} is not one of {', '.join(presets)}")
-        parser.set_defaults(
-            {f"model.{key}": value for key, value in dataclasses.asdict(presets[preset]).items()}
-        )
-        values = parser.parse_args(arguments)
-    except ArgumentError as error:
-        raise UserError(_explain(str(error), parser)) from None
-    del values["model"]["preset"], values["config"]
-    return (
-        parser.instantiate(values)["run"]
-        if "run" in values
-        else config_class(**vars(parser.instantiate(values)))
-    )
-
-
-def _parser(config_class: type, default_file: Path, presets: Mapping[str, Any]) -> ArgumentParser:
-    parser = ArgumentParser(
-        exit_on_error=False,
-        default_config_files=[str(default_file)],
-        description=f"Defaults come from {default_file.name}; --config adds a YAML file on top, flags win.",
-    )
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML file; may be given several times")
-    parser.add_argument(
-        "--model.preset",
-        default=next(iter(presets)),
-        help=f"whole model section to start from: {', '.join(presets)}",
-    )
-    parser.add_class_arguments(config_class)
-    return parser
-
-
-def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as YAML that --config reads back."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
-
-
-def _explain(message: str, parser: ArgumentParser) -> str:
-    """jsonargparse's message, with the nearest known keys where one is unknown."""
-    unknown = re.search(r"unrecognized arguments: --?([\w.]+)|does not accept option '([\w.]+)'", message)
-    if not unknown:
-        return message
-    word = unknown[1] or unknown[2]
-    known = [action.dest for action in parser._actions if action.dest not in ("help", "print_config")]
-    by_tail = [key for key in known if key.split(".")[-1] == word.split(".")[-1]]
-    near = by_tail or difflib.get_close_matches(word, known + [k.split(".")[-1] for k in known], n=3)
-    return f"{message}\nnearest known keys: {', '.join(near) or 'none'} (all: --help)"
-
-
-def _reject_duplicate_keys(default_file: Path, arguments: Sequence[str]) -> None:
-    """YAML readers keep the last of two equal keys without a word."""
-    named = [a.split("=", 1)[1] for a in arguments if a.startswith("--config=")]
-    named += [following for a, following in itertools.pairwise(arguments) if a == "--config"]
-    for file in (default_file, *map(Path, named)):
-        if not file.is_file():
-            raise UserError(f"--config {str(file)!r} does not exist")
-        try:
-            _walk_keys(file, yaml.compose(file.read_text()))
-        except yaml.YAMLError as error:
-            raise UserError(f"{file} is not YAML: {error}") from None
-
-
-def _walk_keys(file: Path, node: yaml.Node | None) -> None:
-    if not isinstance(node, yaml.MappingNode):
-        return
-    seen: set[str] = set()
-    for key, value in node.value:
-        if key.value in seen:
-            raise UserError(f"{file}, line {key.start_mark.line + 1}: key {key.value!r} is given twice")
-        seen.add(key.value)
-        _walk_keys(file, value)

@@ -2,11 +2,11 @@
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from parallel2d.errors import UserError
 from parallel2d.seeds import seed_of
+from parallel2d.shards import local_box
 
 
 def init_weights(model: nn.Module, device: torch.device, seed: int) -> None:
@@ -67,25 +67,6 @@ def _empty_whole(parameter: nn.Parameter) -> Tensor:
 
 def _copy_slice(parameter: nn.Parameter, whole: Tensor) -> None:
     if isinstance(parameter, DTensor):
-        parameter.to_local().copy_(local_slice(whole, parameter))
+        parameter.to_local().copy_(local_box(parameter).cut(whole))
     else:
         parameter.copy_(whole)
-
-
-def local_slice(whole: Tensor, like: DTensor) -> Tensor:
-    """This rank's share of a full tensor under the placements of `like`: a view, without communication.
-
-    tp splits first and dp_shard splits what is left (placement _StridedShard where both split the
-    same dim), so the axes are applied last to first.
-    """
-    coordinate = like.device_mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError("this rank is not part of the tensor's mesh")
-    for axis in reversed(range(like.device_mesh.ndim)):
-        placement = like.placements[axis]
-        if isinstance(placement, Shard | _StridedShard):
-            size = whole.shape[placement.dim]
-            share = -(-size // like.device_mesh.size(axis))
-            start = min(coordinate[axis] * share, size)
-            whole = whole.narrow(placement.dim, start, min(share, size - start))
-    return whole

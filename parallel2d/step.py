@@ -62,7 +62,7 @@ def train_step(
     """
     tokens = sum_over_dp(count_tokens(micro_batches), mesh)
     # FSDP takes the mean over dp; the loss here is a sum over the global batch.
-    scale = dp_size(mesh) / tokens.clamp(min=1)
+    scale = dp_size(mesh) / tokens.clamp(min=1).double()
     loss_sum = torch.zeros((), dtype=torch.float64, device=tokens.device)
     for ids, targets in micro_batches:
         loss = cross_entropy_sum(model(ids), targets, vocab)

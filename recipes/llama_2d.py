@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d import launch
 from parallel2d.checkpoint.store import Checkpoint, CheckpointStore, load_checkpoint, resume_from
-from parallel2d.config import RunConfig, dump_config, load_config
+from parallel2d.config import RunConfig
 from parallel2d.data import Corpus, RankData, load_tokens
 from parallel2d.errors import UserError
+from parallel2d.flags import dump_config, load_config
 from parallel2d.fsdp import Precision
 from parallel2d.generate import generate
 from parallel2d.init import init_weights

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from parallel2d.checkpoint.chunks import Chunk
 from parallel2d.errors import UserError
 from parallel2d.fsdp import reshard
 
@@ -74,7 +76,7 @@ class CheckpointStore:
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir(parents=True)
         dist.barrier()
-        dcp.save(state_tensors(model, optimizer), checkpoint_id=writing)
+        dcp.save(_as_chunks(state_tensors(model, optimizer)), checkpoint_id=writing)
         if dist.get_rank() == 0:
             _write_durably(writing / TRAINER_FILE, json.dumps(dict(trainer_state), indent=1))
             _sync_folder(writing)
@@ -146,7 +148,7 @@ def load_checkpoint(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.o
             f"{checkpoint.path} holds other tensors than this model: "
             f"{len(missing)} missing {missing[:10]}, {len(extra)} unknown {extra[:10]}"
         )
-    dcp.load(state, checkpoint_id=checkpoint.path)
+    dcp.load(_as_chunks(state), checkpoint_id=checkpoint.path)
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -164,6 +166,10 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
         values = optimizer.state.get(parameter, {})
         state |= {f"optimizer.{name}.{key}": value for key, value in values.items()}
     return state
+
+
+def _as_chunks(state: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: Chunk(t) if isinstance(t, DTensor) else t for name, t in state.items()}
 
 
 @torch.no_grad()

@@ -1,0 +1,48 @@
+"""Where a rank's share lies in the whole tensor.
+
+DTensor's own answer (`compute_local_shape_and_global_offset`, torch 2.13) gives wrong offsets when
+tp and dp_shard split one dim and do not divide it: pytorch issue 161368. Ours is the one that FSDP
+and tensor parallelism split by.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of a tensor: offset and size in each dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """The block of a full tensor, as a view."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            whole = whole.narrow(dim, offset, size)
+        return whole
+
+
+def local_box(tensor: DTensor) -> Box:
+    """The block that this rank holds. No communication.
+
+    tp splits first, and dp_shard splits what tp leaves (placement _StridedShard where both split the
+    same dim): so the mesh's axes are applied last to first. Each split gives ⌈size/n⌉ to each rank
+    until nothing is left, as torch.chunk does.
+    """
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError("this rank is not part of the tensor's mesh")
+    offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
+    for axis in reversed(range(mesh.ndim)):
+        placement = tensor.placements[axis]
+        if isinstance(placement, Shard | _StridedShard):
+            share = -(-sizes[placement.dim] // mesh.size(axis))
+            start = min(coordinate[axis] * share, sizes[placement.dim])
+            offsets[placement.dim] += start
+            sizes[placement.dim] = min(share, sizes[placement.dim] - start)
+    return Box(tuple(offsets), tuple(sizes))

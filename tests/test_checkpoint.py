@@ -1,0 +1,147 @@
+"""Every tensor of a checkpoint, weights and moments, is the same on any mesh that loads it."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from parallel2d.models.llama import Llama, LlamaConfig
+from torch.distributed.tensor import DTensor
+
+from parallel2d import MeshShape, UserError, build_mesh, launch, parallelize
+from parallel2d.checkpoint import store as store_module
+from parallel2d.checkpoint.store import (
+    CheckpointStore,
+    create_optimizer_state,
+    load_checkpoint,
+    resume_from,
+    state_tensors,
+)
+from parallel2d.fsdp import Precision
+from parallel2d.init import init_weights
+from parallel2d.optim import build_optimizer
+from tests.ranks import run_ranks, try_ranks
+
+# Sizes that no axis divides.
+CONFIG = LlamaConfig(vocab_size=61, width=36, num_layers=1, num_heads=6, num_kv_heads=6, ffn_width=50)
+
+
+def build(shape: MeshShape, config: LlamaConfig = CONFIG, seed: int = 0):
+    with torch.device("meta"):
+        model = Llama(config)
+    mesh = build_mesh(shape, "cpu")
+    precision = Precision(torch.float64, torch.float64, torch.float64)
+    parallelize(model, mesh, plan=model.tp_plan(), units=list(model.blocks), precision=precision)
+    init_weights(model, torch.device("cpu"), seed)
+    return model, build_optimizer(model, 1e-2, (0.9, 0.95), 0.1)
+
+
+def whole(model, optimizer) -> dict[str, torch.Tensor]:
+    state = state_tensors(model, optimizer)
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for n, t in state.items()}
+
+
+def save(shape: MeshShape, folder: str) -> dict[str, torch.Tensor]:
+    with launch.world(shape.world, "cpu", 60):
+        model, optimizer = build(shape)
+        for _ in range(3):
+            model(torch.arange(12).view(1, 12) % 61).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        CheckpointStore(Path(folder), keep=0).save(3, model, optimizer, {"model": {}})
+        return whole(model, optimizer)
+
+
+def load(shape: MeshShape, folder: str) -> dict[str, torch.Tensor]:
+    with launch.world(shape.world, "cpu", 60):
+        model, optimizer = build(shape, seed=1)
+        load_checkpoint(CheckpointStore(Path(folder), keep=0).latest(), model, optimizer)
+        return whole(model, optimizer)
+
+
+@pytest.mark.parametrize("saved_on", [MeshShape(1, 3, 2), MeshShape(2, 2, 2)], ids=str)
+def test_any_mesh_loads_any_mesh_bit_for_bit(tmp_path, saved_on):
+    saved = run_ranks(saved_on.world, save, saved_on, str(tmp_path))[0]
+    assert saved["optimizer.norm.weight.step"].item() == 3
+    for shape in (
+        MeshShape(),
+        MeshShape(1, 2, 1),
+        MeshShape(1, 2, 2),
+        MeshShape(1, 7, 1),
+        MeshShape(2, 1, 2),
+    ):
+        for loaded in run_ranks(shape.world, load, shape, str(tmp_path)):
+            assert loaded.keys() == saved.keys()
+            assert all(torch.equal(loaded[name], saved[name]) for name in saved), shape
+
+
+def load_with_a_layer_more(folder: str) -> str:
+    with launch.world(2, "cpu", 60):
+        model, optimizer = build(
+            MeshShape(1, 2, 1),
+            LlamaConfig(vocab_size=61, width=36, num_layers=2, num_heads=6, num_kv_heads=6, ffn_width=50),
+        )
+        with pytest.raises(UserError) as caught:
+            load_checkpoint(CheckpointStore(Path(folder), keep=0).latest(), model, optimizer)
+        return str(caught.value)
+
+
+def test_names_must_match(tmp_path):
+    run_ranks(1, save, MeshShape(), str(tmp_path))
+    for message in run_ranks(2, load_with_a_layer_more, str(tmp_path)):
+        assert "36 missing" in message and "0 unknown" in message and "blocks.1.attention.k" in message
+
+
+def test_resume_from_refuses_what_would_mix_runs(tmp_path):
+    for step in (2, 10):
+        folder = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "trainer.json").write_text('{"model": {"width": 8}}')
+    run, model = tmp_path / "run", {"width": 8}
+    assert resume_from("auto", run, model).step == 10
+    assert resume_from("auto", tmp_path / "new", model) is None
+    assert resume_from(str(run), tmp_path / "new", model).step == 10
+    assert resume_from(str(run / "checkpoints/step-00000002"), tmp_path / "new", model).step == 2
+    for choice in ("never", str(run / "checkpoints/step-00000002")):
+        with pytest.raises(UserError, match="holds checkpoints up to step 10"):
+            resume_from(choice, run, model)
+    with pytest.raises(UserError, match="width 8 there, 16 here"):
+        resume_from("auto", run, {"width": 16})
+    with pytest.raises(UserError, match="neither a checkpoint"):
+        resume_from(str(tmp_path / "nothing"), tmp_path / "new", model)
+
+
+def save_and_die(folder: str, moment: str) -> None:
+    """Rank 0 is killed in the second save, when it calls `moment`."""
+    with launch.world(2, "cpu", 60):
+        shape = MeshShape(1, 2, 1)
+        model, optimizer = build(shape)
+        store = CheckpointStore(Path(folder), keep=1)
+        create_optimizer_state(optimizer)
+        store.save(1, model, optimizer, {"model": {}})
+        if torch.distributed.get_rank() == 0:
+            setattr(store_module, moment, die)
+        store.save(2, model, optimizer, {"model": {}})
+
+
+def die(*_: object) -> None:
+    os._exit(9)
+
+
+@pytest.mark.parametrize("moment", ["_write_durably", "_sync_folder"])
+def test_a_crash_while_saving_leaves_the_old_one(tmp_path, moment):
+    outcomes = try_ranks(2, save_and_die, str(tmp_path), moment)
+    assert outcomes[0].exitcode == 9
+    store = CheckpointStore(tmp_path, keep=1)
+    assert [c.step for c in store.all()] == [1]
+    assert (tmp_path / "step-00000002.tmp").exists()
+    store.remove_leftovers()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001"]
+    run_ranks(1, load, MeshShape(), str(tmp_path))
+
+
+def test_a_checkpoint_is_never_overwritten(tmp_path):
+    (tmp_path / "step-00000003").mkdir()
+    outcome = try_ranks(1, save, MeshShape(), str(tmp_path))[0]
+    assert outcome.exitcode != 0
+    assert "is never overwritten" in outcome.stderr

@@ -1,0 +1,78 @@
+"""Imports point one way: errors → mesh, collectives, … → middle rooms → what composes them → recipes."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT
+
+LAYERS = [
+    {"errors"},
+    {"seeds", "shards", "mesh", "collectives", "styles"},
+    {"config", "launch", "tensor_parallel", "fsdp", "init", "data", "loss", "optim"},
+    {"flags", "step", "generate", "parallelize", "checkpoint", "metrics"},
+]
+# Within a layer: who may use whom, with the reason.
+ALSO = {
+    ("styles", "collectives"),  # a style is a split and its collectives
+    ("metrics", "step"),  # shows StepStats
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Dotted names of the modules that a file imports, of this project only."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return {name for name in found if name.split(".")[0] in ("parallel2d", "models", "recipes")}
+
+
+def room(name: str) -> str | None:
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else None
+
+
+def layer(name: str) -> int:
+    return next(i for i, rooms in enumerate(LAYERS) if name in rooms)
+
+
+FILES = sorted(p for p in (ROOT / "parallel2d").rglob("*.py") if p.name != "__init__.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_down(path):
+    here = path.relative_to(ROOT / "parallel2d").parts[0].removesuffix(".py")
+    used = {room(name) for name in imports_of(path)} & set().union(*LAYERS) - {here}
+    assert "models" not in {room(name) for name in imports_of(path)}
+    assert {u for u in used if layer(u) >= layer(here) and (here, u) not in ALSO} == set()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "models").glob("*.py")), ids=lambda p: p.name)
+def test_models_are_plain_pytorch(path):
+    assert imports_of(path) == set()
+
+
+def test_there_is_one_caller_of_each_torch_entry_point():
+    for name, home in {
+        "fully_shard(": "fsdp.py",
+        "parallelize_module(": "tensor_parallel.py",
+        "init_process_group(": "launch.py",
+        "init_device_mesh(": "mesh.py",
+        '"WORLD_SIZE"': "launch.py",
+    }.items():
+        callers = {p.name for p in FILES if name in p.read_text()}
+        assert callers == {home}, name
+
+
+def test_files_and_functions_keep_their_size():
+    for path in (*FILES, *(ROOT / "models").glob("*.py"), *(ROOT / "recipes").glob("*.py")):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 300, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                body = node.end_lineno - node.body[0].lineno + 1
+                assert body <= 45, f"{path}: {node.name} has {body} lines"
