@@ -74,7 +74,8 @@ def train(
         start = Progress.of(resume, corpus)
 
     monitor = open_monitor(config, model, shape, device, start)
-    monitor.say(describe(config, model, shape, device, corpus, resume))
+    if dist.get_rank() == 0:
+        monitor.say(describe(config, model, shape, device, corpus, resume))
     micro_batch = config.data.micro_batch_of(shape.dp)
     data = RankData(corpus, config.data.global_batch, micro_batch, dp_rank(mesh), shape.dp, device)
     fit(config, mesh, model, optimizer, data, monitor, start)

@@ -1,0 +1,198 @@
+"""The real commands: four ways to start, and every way to end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from parallel2d.checkpoint.store import CheckpointStore
+from tests.ranks import RECIPE, ROOT, _free_port, run_recipe
+
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+SMALL = ["--data.seq_len", "32", "--data.global_batch", "8", "--steps", "2", "--log.val_batches", "1"]
+SMALL += [
+    "--log.every",
+    "1",
+    "--log.val_every",
+    "0",
+    "--log.sample_tokens",
+    "4",
+    "--precision.param",
+    "float64",
+]
+ENDLESS = [*SMALL, "--steps", "1000000", "--checkpoint.every", "2"]
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    """In a session of its own, as a terminal would start it."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(*processes: subprocess.Popen[str], timeout_s: float = 180) -> list[tuple[int, str, str]]:
+    results = []
+    for process in processes:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        results.append((process.returncode, stdout, stderr))
+    return results
+
+
+def losses(out: Path) -> list[float]:
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> list[float]:
+    out = tmp_path_factory.mktemp("one") / "run"
+    assert run_recipe(1, *SMALL, "--out", str(out))[0].exitcode == 0
+    return losses(out)
+
+
+def test_torchrun_alone_and_python_start_their_own_workers(tmp_path, expected):
+    out = tmp_path / "run"
+    command = [TORCHRUN, str(RECIPE), "--dp", "4", "--tp", "2", "--out", str(out), *SMALL]
+    ((status, stdout, stderr),) = finish(start(command))
+    assert status == 0, stderr
+    assert "one process, and the mesh needs 8: starting 8 local workers" in stdout
+    assert "mesh      dp×tp = 4×2: 8 processes, gloo on cpu" in stdout
+    assert "tensorboard --logdir" in stdout
+    assert losses(out) == pytest.approx(expected, rel=1e-9)
+
+    go_on = [
+        sys.executable,
+        str(RECIPE),
+        "--config",
+        f"{out}/config.yaml",
+        "--dp",
+        "1",
+        "--tp",
+        "2",
+        "--steps",
+        "3",
+    ]
+    ((status, stdout, stderr),) = finish(start(go_on))
+    assert status == 0, stderr
+    assert "starting 2 local workers" in stdout and "after step 2 of" in stdout
+    assert len(losses(out)) == 3
+
+
+def test_torchrun_with_workers_is_used_as_given(tmp_path, expected):
+    command = [
+        TORCHRUN,
+        "--nproc-per-node",
+        "4",
+        "--master-port",
+        str(_free_port()),
+        str(RECIPE),
+        "--tp",
+        "2",
+    ]
+    ((status, stdout, stderr),) = finish(start([*command, "--out", str(tmp_path / "run"), *SMALL]))
+    assert status == 0, stderr
+    assert "starting" not in stdout and "dp×tp = 2×2: 4 processes" in stdout
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-9)
+
+
+def test_two_torchrun_agents(tmp_path, expected):
+    rendezvous = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{_free_port()}",
+        "--rdzv-id",
+        "two",
+    ]
+    command = [
+        TORCHRUN,
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "4",
+        *rendezvous,
+        str(RECIPE),
+        "--dp",
+        "4",
+        "--tp",
+        "2",
+    ]
+    command += ["--out", str(tmp_path / "run"), *SMALL]
+    results = finish(start(command), start(command))
+    assert [status for status, _, _ in results] == [0, 0], results
+    assert sum("dp×tp = 4×2: 8 processes" in stdout for _, stdout, _ in results) == 1
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_mistake_under_torchrun_is_told_once_and_soon(tmp_path):
+    began = time.monotonic()
+    command = [TORCHRUN, str(RECIPE), "--dp", "4", "--tp", "3", "--out", str(tmp_path / "run")]
+    ((status, stdout, stderr),) = finish(start(command))
+    assert status != 0 and time.monotonic() - began < 30
+    assert (stdout + stderr).count("num_heads 8 is not divisible by tp 3: use tp 1, 2, 4, 8") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def workers_of(out: Path) -> list[int]:
+    """Processes that were started with this run folder."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(out).encode() in (folder / "cmdline").read_bytes() and b"Z" not in state(folder):
+                found.append(int(folder.name))
+        except (FileNotFoundError, ProcessLookupError):
+            pass
+    return found
+
+
+def state(folder: Path) -> bytes:
+    return (folder / "stat").read_bytes().rsplit(b")", 1)[1].split()[0]
+
+
+def wait_until(condition, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "took too long"
+        time.sleep(0.1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for the workers in /proc")
+@pytest.mark.parametrize(
+    "how", ["ctrl-c", "sigterm to torchrun", "kill -9 of one rank", "kill -9 of the launcher"]
+)
+def test_every_end_leaves_no_process_and_a_whole_checkpoint(tmp_path, how):
+    out = tmp_path / "run"
+    program = [TORCHRUN] if how == "sigterm to torchrun" else [sys.executable]
+    process = start([*program, str(RECIPE), "--dp", "1", "--tp", "2", "--out", str(out), *ENDLESS])
+    wait_until(lambda: (out / "checkpoints" / "step-00000004").exists(), 90)
+    began = time.monotonic()
+    if how == "ctrl-c":
+        os.killpg(process.pid, signal.SIGINT)
+    elif how == "sigterm to torchrun":
+        process.terminate()
+    elif how == "kill -9 of one rank":
+        os.kill(max(workers_of(out)), signal.SIGKILL)
+    else:
+        process.kill()
+    wait_until(lambda: not workers_of(out), 10)
+    ((status, _, stderr),) = finish(process, timeout_s=10)
+    assert status != 0 and time.monotonic() - began < 10, stderr
+    last = CheckpointStore(out / "checkpoints", keep=0).latest().step
+    (resumed,) = run_recipe(1, *SMALL, "--out", str(out), "--steps", str(last + 1))
+    assert f"after step {last}" in resumed.stdout and resumed.exitcode == 0, resumed.stderr
