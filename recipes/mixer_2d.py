@@ -86,7 +86,7 @@ def train(shape: MeshShape, device: torch.device, dtype: torch.dtype, steps: int
 def main() -> None:
     shape = MeshShape(dp_shard=2, tp=2)
     with launch.world(shape.world, "auto", timeout_s=600) as device:
-        train(shape, device, torch.float32, steps=100)
+        train(shape, device, torch.float32, steps=60)
 
 
 if __name__ == "__main__":
