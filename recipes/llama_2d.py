@@ -3,6 +3,7 @@
 Reads from top to bottom as the run runs; each call leads to one file of parallel2d/.
 """
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -78,8 +79,11 @@ def train(
         monitor.say(describe(config, model, shape, device, corpus, resume))
     micro_batch = config.data.micro_batch_of(shape.dp)
     data = RankData(corpus, config.data.global_batch, micro_batch, dp_rank(mesh), shape.dp, device)
-    fit(config, mesh, model, optimizer, data, monitor, start)
+    val_loss = fit(config, mesh, model, optimizer, data, monitor, start)
 
+    if dist.get_rank() == 0:
+        alone = f"token frequencies alone: {corpus.unigram_loss():.4f}"
+        monitor.say(f"result    validation loss {val_loss:.4f} nats per token ({alone})")
     show_sample(config, mesh, model, corpus, device, monitor)
     monitor.say(next_commands(config, shape))
     monitor.close()
@@ -124,13 +128,15 @@ def fit(
     data: RankData,
     monitor: Monitor,
     done: Progress,
-) -> None:
-    """One round of the loop is one optimizer update."""
+) -> float:
+    """One round of the loop is one optimizer update. Returns the last validation loss."""
     optim, vocab = config.optim, VocabShard.of(config.model.vocab_size, mesh["tp"])
     learning_rate = LearningRate(optim.lr, optim.schedule, optim.warmup_steps, config.steps, optim.final)
     store = CheckpointStore(Path(config.out) / "checkpoints", config.checkpoint.keep)
+    val_loss = math.nan
     if done.step == 0:
-        monitor.validation(0, validate(config, model, data, vocab, mesh))
+        val_loss = validate(config, model, data, vocab, mesh)
+        monitor.validation(0, val_loss)
     while done.step < config.steps:
         monitor.begin_step()
         lr = learning_rate(done.step)
@@ -148,10 +154,12 @@ def fit(
 
         last = done.step == config.steps
         if last or is_due(done.step, config.log.val_every):
-            monitor.validation(done.step, validate(config, model, data, vocab, mesh))
+            val_loss = validate(config, model, data, vocab, mesh)
+            monitor.validation(done.step, val_loss)
         if last or is_due(done.step, config.checkpoint.every):
             state = {**asdict(done), "data": data.corpus.fingerprint(), "model": asdict(config.model)}
             monitor.say(f"saved {store.save(done.step, model, optimizer, state)}")
+    return val_loss
 
 
 def is_due(step: int, every: int) -> bool:
@@ -229,7 +237,8 @@ def next_commands(config: Recipe, shape: MeshShape) -> str:
     """What to type next: go on, on this mesh and on another one that works, and look at the curves."""
     others = [s for s in mesh_shapes(shape.world) if s != shape and not problems(config, s)]
     go_on = f"torchrun recipes/llama_2d.py --config {config.out}/config.yaml --steps {2 * config.steps}"
-    other_mesh = [f"{go_on} --dp {s.dp} --tp {s.tp} --dp_replicate 1" for s in others[-1:]]
+    nearest = sorted(others, key=lambda s: abs(s.tp - shape.tp))[:1]
+    other_mesh = [f"{go_on} --dp {s.dp} --tp {s.tp} --dp_replicate 1" for s in nearest]
     return "\n  ".join(["next", go_on, *other_mesh, f"tensorboard --logdir {config.out}"])
 
 
