@@ -63,15 +63,15 @@ def planned_world(dp: int, tp: int, dp_replicate: int, device: str) -> int:
 def world(size: int, device: str, timeout_s: float) -> Iterator[torch.device]:
     """A process group of `size` ranks (NCCL on CUDA, gloo on CPU); yields this rank's device.
 
-    A process alone that needs more becomes the launcher of that many local workers, which go on
-    from here as its forks; itself it waits for them and ends with their status.
+    A process alone that needs more becomes the launcher of that many local workers, and ends with
+    their status; the workers go on from here.
     """
     # Default actions end a rank at once even when it waits inside a collective, where Python's own
     # handlers would not run. A checkpoint is whole at any moment, so there is nothing to tidy up.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if Place.of_this_process().world == 1 and size > 1:
-        _start_local_workers(size)
+        _start_local_workers(size, device)
     place = Place.of_this_process()
     chosen = _choose_device(device, place)
     _init_process_group(chosen, place, timedelta(seconds=timeout_s))
@@ -112,26 +112,27 @@ def _init_process_group(device: torch.device, place: Place, timeout: timedelta) 
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 
-def _start_local_workers(size: int) -> None:
+def _start_local_workers(size: int, device: str) -> None:
     """What `torchrun --standalone --nproc-per-node size` does; returns in the workers only.
 
-    On Linux the workers are forks: they have torch imported and the data read, which eight times over
-    would take longer than a short run. Elsewhere a fork of a process with threads is not safe, and
+    On Linux's CPU the workers are forks: they have torch imported and the data read, which eight
+    times over would take longer than a short run. CUDA, and macOS, do not survive a fork: there
     torchrun itself starts the command again.
     """
-    print(
-        f"one process, and the mesh needs {size}: starting {size} local workers, as torchrun would",
-        flush=True,
-    )
+    say(f"one process, and the mesh needs {size}: starting {size} local workers, as torchrun would")
     for name in [n for n in os.environ if n in _TORCHRUN_NAMES or n.startswith(_TORCHRUN_PREFIXES)]:
         del os.environ[name]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))
-    if sys.platform == "linux":
+    if sys.platform == "linux" and _device_type(device) == "cpu":
         _fork_workers(size)
     else:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
+        _restart_under_torchrun(size)
+
+
+def _restart_under_torchrun(size: int) -> NoReturn:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
 
 
 def _fork_workers(size: int) -> None:

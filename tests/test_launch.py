@@ -94,6 +94,20 @@ def test_torchrun_alone_and_python_start_their_own_workers(tmp_path, expected):
     assert len(losses(out)) == 3
 
 
+def test_where_a_fork_is_not_safe_torchrun_starts_the_command_again(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import os, sys\n"
+        "from parallel2d import launch\n"
+        "if 'RANK' not in os.environ:\n"
+        "    launch._restart_under_torchrun(2)\n"
+        "with launch.world(2, 'cpu', 60) as device:\n"
+        "    launch.say(f'{sys.argv[1:]} {os.environ[\"WORLD_SIZE\"]} {device}')\n"
+    )
+    ((status, stdout, stderr),) = finish(start([sys.executable, str(tmp_path / "script.py"), "--dp", "2"]))
+    assert status == 0, stderr
+    assert stdout == "['--dp', '2'] 2 cpu\n"
+
+
 def test_torchrun_with_workers_is_used_as_given(tmp_path, expected):
     command = [
         TORCHRUN,
