@@ -54,6 +54,12 @@ class LlamaConfig:
             for name in ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "ffn_width")
             if (size := getattr(self, name)) < 1
         ]
+        found += [f"model.rope_theta {self.rope_theta} is not positive"] if self.rope_theta <= 0 else []
+        found += [
+            f"model.{name} {value} is negative"
+            for name in ("head_dim", "init_std", "norm_eps")
+            if (value := getattr(self, name)) < 0
+        ]
         if found:
             return found
         if not self.head_dim and self.width % self.num_heads:

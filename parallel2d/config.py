@@ -185,7 +185,7 @@ class RunConfig:
         """Every rule that these values break by themselves or on this mesh."""
         found = [f"steps {self.steps} is not positive"] if self.steps < 1 else []
         found += [f"timeout_s {self.timeout_s} is not positive"] if self.timeout_s <= 0 else []
-        found += [f"seed {self.seed} is negative"] if self.seed < 0 else []
+        found += [] if 0 <= self.seed < 2**63 else [f"seed {self.seed} is not in [0, 2^63)"]
         found += self.data.problems(dp, tp)
         return found + self.optim.problems() + self.checkpoint.problems() + self.log.problems()
 

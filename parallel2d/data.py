@@ -32,16 +32,21 @@ def load_tokens(path: str | None) -> Tokens:
     if path is None:
         return _bytes_of(_standard_library_sources())
     file = Path(path)
-    if not file.exists():
+    if not path or not file.exists():
         raise UserError(f"data.path {path!r} does not exist")
     if file.is_dir():
         return _bytes_of(sorted(f for f in file.rglob("*") if f.is_file()))
     if file.stat().st_size == 0:
         raise UserError(f"data.path {path!r} is empty")
     if file.suffix == ".bin":
+        if file.stat().st_size % 2:
+            raise UserError(f"data.path {path!r} has an odd number of bytes, and uint16 tokens have two each")
         return np.memmap(file, dtype=np.uint16, mode="r")
     if file.suffix == ".npy":
-        tokens = np.load(file, mmap_mode="r", allow_pickle=False)
+        try:
+            tokens = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            raise UserError(f"data.path {path!r} is not a .npy file: {error}") from None
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise UserError(f"data.path {path!r} holds {tokens.dtype}{tokens.shape}, not 1-D integer tokens")
         return tokens
@@ -110,15 +115,17 @@ class Corpus:
         return hashlib.blake2b(facts + ends, digest_size=8).hexdigest()
 
     def prompt(self, text: str) -> list[int]:
-        """The text's bytes; the first held-out tokens where tokens are not bytes."""
-        return (
-            list(text.encode()) if self.tokens.dtype == np.uint8 else self.tokens[self.split :][:16].tolist()
-        )
+        """The text's bytes; the first held-out tokens where tokens are not bytes, or not all of them."""
+        ids = list(text.encode())
+        usable = self.tokens.dtype == np.uint8 and max(ids) < self.vocab_size
+        return ids if usable else self.tokens[self.split :][:16].tolist()
 
     def decode(self, ids: list[int]) -> str:
         """Text where tokens are bytes, else the numbers."""
-        is_bytes = self.tokens.dtype == np.uint8
-        return bytes(ids).decode(errors="replace") if is_bytes else " ".join(map(str, ids))
+        if self.tokens.dtype != np.uint8:
+            return " ".join(map(str, ids))
+        # A vocabulary larger than 256 has ids that are no byte.
+        return b"".join(bytes([i]) if i < 256 else b"?" for i in ids).decode(errors="replace")
 
     def unigram_loss(self) -> float:
         """Held-out nats per token of a model that knows only the training text's token frequencies.
@@ -126,8 +133,9 @@ class Corpus:
         Counted on at most 2^24 tokens of each part.
         """
         train, held_out = self.tokens[: self.split][: 1 << 24], self.tokens[self.split :][: 1 << 24]
-        size = 1 + int(max(train.max(), held_out.max(), self.vocab_size - 1))
-        counts = np.bincount(train, minlength=size) + 1.0
+        self._require_known(train)
+        self._require_known(held_out)
+        counts = np.bincount(train, minlength=self.vocab_size) + 1.0
         return float(-np.log(counts / counts.sum())[held_out].mean())
 
     def train_batch(self, positions: range) -> tuple[Tensor, Tensor]:
@@ -138,18 +146,19 @@ class Corpus:
         """Held-out sequences, in order, starting over at the end: ids (b, s), targets (b, s)."""
         return self._batch([self.split + (p % self.num_val) * self.seq_len for p in positions])
 
+    def _require_known(self, tokens: Tokens) -> None:
+        """A sharded embedding would answer an id outside the vocabulary with zeros, silently."""
+        for token in (tokens.min(), tokens.max()):
+            if not 0 <= token < self.vocab_size:
+                raise UserError(f"the data holds token {token}, outside model.vocab_size {self.vocab_size}")
+
     def _train_start(self, position: int) -> int:
         epoch, index = divmod(position, self.num_train)
         return int(_order(self.seed, epoch, self.num_train)[index]) * self.seq_len
 
     def _batch(self, starts: list[int]) -> tuple[Tensor, Tensor]:
         rows = np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts]).astype(np.int64)
-        # A sharded embedding answers an id outside the vocabulary with zeros, silently.
-        if rows.min() < 0 or rows.max() >= self.vocab_size:
-            raise UserError(
-                f"the data holds token {rows.max() if rows.max() >= self.vocab_size else rows.min()}, "
-                f"outside model.vocab_size {self.vocab_size}"
-            )
+        self._require_known(rows)
         whole = torch.from_numpy(rows)
         return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace
 
 from parallel2d.config import RunConfig
 from parallel2d.errors import UserError
@@ -38,7 +38,8 @@ def load_config(
         _reject_duplicate_keys(default_file, arguments)
         # Two passes: the first finds the preset, whose values are then the second's defaults.
         quiet = [a for a in arguments if a not in ("-h", "--help") and not a.startswith("--print_config")]
-        preset = parser.parse_args(quiet).model.preset
+        model = parser.parse_args(quiet).model
+        preset = model and model.preset
         if preset not in presets:
             raise UserError(f"model.preset {preset!r} is not one of {', '.join(presets)}")
         parser.set_defaults(
@@ -47,8 +48,21 @@ def load_config(
         values = parser.parse_args(arguments)
     except ArgumentError as error:
         raise UserError(_explain(str(error), parser)) from None
+    _reject_nulls(values, parser.get_defaults())
     del values["model"]["preset"], values["config"]
     return config_class(**vars(parser.instantiate(values)))
+
+
+def _reject_nulls(values: Namespace, defaults: Namespace) -> None:
+    """`lr:` without a value, or a section that is not one."""
+    for key, default in vars(defaults).items():
+        value = getattr(values, key, None)
+        if default is not None and value is None:
+            raise UserError(f"{key} has no value: leave the key out to get its default")
+        if isinstance(default, Namespace):
+            if not isinstance(value, Namespace):
+                raise UserError(f"{key} is {value!r}, not a section with keys of its own")
+            _reject_nulls(value, default)
 
 
 def _parser(config_class: type, default_file: Path, presets: Mapping[str, Any]) -> ArgumentParser:
@@ -76,13 +90,13 @@ def dump_config(config: RunConfig) -> str:
 def _explain(message: str, parser: ArgumentParser) -> str:
     """jsonargparse's message, with the nearest known keys where one is unknown."""
     unknown = re.search(
-        r"unrecognized arguments: --?([\w.]+)|Group '([\w.]+)' does not accept option '([\w.]+)'"
+        r"unrecognized arguments: --?([\w.-]+)|Group '([\w.]+)' does not accept option '([\w.]+)'"
         r"|Option '([\w.]+)' is not accepted",
         message,
     )
     if not unknown:
         return message
-    section, _, tail = ".".join(part for part in unknown.groups() if part).rpartition(".")
+    section, _, tail = ".".join(part for part in unknown.groups() if part).replace("-", "_").rpartition(".")
     known: dict[str, list[str]] = {}
     for action in parser._actions:
         if action.dest not in ("help", "print_config"):
@@ -100,10 +114,10 @@ def _reject_duplicate_keys(default_file: Path, arguments: Sequence[str]) -> None
     named += [following for a, following in itertools.pairwise(arguments) if a == "--config"]
     for file in (default_file, *map(Path, named)):
         if not file.is_file():
-            raise UserError(f"--config {str(file)!r} does not exist")
+            raise UserError(f"--config {str(file)!r} is not a file")
         try:
             _walk_keys(file, yaml.compose(file.read_text()))
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise UserError(f"{file} is not YAML: {error}") from None
 
 
@@ -112,6 +126,8 @@ def _walk_keys(file: Path, node: yaml.Node | None) -> None:
         return
     seen: set[str] = set()
     for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise UserError(f"{file}, line {key.start_mark.line + 1}: a key must be a word")
         if key.value in seen:
             raise UserError(f"{file}, line {key.start_mark.line + 1}: key {key.value!r} is given twice")
         seen.add(key.value)

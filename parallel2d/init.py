@@ -1,5 +1,7 @@
 """A sharded model on meta -> weights, the same numbers on every mesh."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -26,7 +28,7 @@ def init_weights(model: nn.Module, device: torch.device, seed: int) -> None:
         for name, module in model.named_modules():
             if _owns_state(module):
                 torch.manual_seed(seed_of(seed, name))
-                _reset(module, done)
+                _reset(name, module, done)
 
 
 def _owns_state(module: nn.Module) -> bool:
@@ -35,7 +37,7 @@ def _owns_state(module: nn.Module) -> bool:
 
 def _require_reset_parameters(model: nn.Module) -> None:
     lacking = [
-        f"{name or 'the model itself'} ({type(module).__name__})"
+        f"{name or 'the model itself'} ({type(module).__name__.removeprefix('FSDP')})"
         for name, module in model.named_modules()
         if _owns_state(module) and not hasattr(module, "reset_parameters")
     ]
@@ -46,12 +48,21 @@ def _require_reset_parameters(model: nn.Module) -> None:
         )
 
 
-def _reset(module: nn.Module, done: set[nn.Parameter]) -> None:
+def _reset(name_of_module: str, module: nn.Module, done: set[nn.Parameter]) -> None:
     """Call reset_parameters() on full-size tensors, then keep this rank's slices."""
     shards = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     for name, parameter in shards.items():
         module._parameters[name] = nn.Parameter(_empty_whole(parameter), parameter.requires_grad)
+    state = {n: t for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
+    for tensor in state.values():
+        # Uninitialised memory would differ from rank to rank; NaN shows what is never filled.
+        tensor.fill_(math.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
     module.reset_parameters()  # type: ignore[operator]  # hasattr was checked; nn.Module's type is Tensor
+    # The sum, because a mask of the whole tensor would be one more thing in memory.
+    unfilled = [n for n in state if getattr(module, n).sum().isnan()]
+    if unfilled:
+        where = f"{name_of_module or 'the model itself'} ({type(module).__name__.removeprefix('FSDP')})"
+        raise UserError(f"reset_parameters() of {where} leaves {', '.join(unfilled)} without values")
     for name, parameter in shards.items():
         whole = module.get_parameter(name)
         module._parameters[name] = parameter

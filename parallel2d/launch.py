@@ -3,6 +3,7 @@
 The only reader of RANK, WORLD_SIZE and LOCAL_RANK.
 """
 
+import io
 import os
 import signal
 import socket
@@ -81,6 +82,23 @@ def world(size: int, device: str, timeout_s: float) -> Iterator[torch.device]:
     dist.destroy_process_group()
 
 
+def require_agreement(**facts: object) -> None:
+    """One UserError on all ranks if a fact differs between them. One all-gather of small objects.
+
+    Ranks on several machines read files for themselves: other data, or another newest checkpoint,
+    would otherwise train without a word.
+    """
+    everyone: list[dict[str, object]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, facts)
+    for name, fact in everyone[0].items():
+        odd = [rank for rank, theirs in enumerate(everyone) if theirs[name] != fact]
+        if odd:
+            raise UserError(
+                f"{name} is {fact} on rank 0 and {everyone[odd[0]][name]} on rank {odd[0]} "
+                f"({len(odd)} ranks differ): all machines must see the same files"
+            )
+
+
 def _device_type(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -105,7 +123,7 @@ def _choose_device(device: str, place: Place) -> torch.device:
 def _init_process_group(device: torch.device, place: Place, timeout: timedelta) -> None:
     # On CUDA a gloo group stands beside NCCL, for what lives in host memory (checkpoint metadata).
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if "MASTER_ADDR" in os.environ:
+    if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
         store = dist.HashStore()
@@ -115,19 +133,24 @@ def _init_process_group(device: torch.device, place: Place, timeout: timedelta) 
 def _start_local_workers(size: int, device: str) -> None:
     """What `torchrun --standalone --nproc-per-node size` does; returns in the workers only.
 
-    On Linux's CPU the workers are forks: they have torch imported and the data read, which eight
-    times over would take longer than a short run. CUDA, and macOS, do not survive a fork: there
-    torchrun itself starts the command again.
+    Where Linux's CPU has a core or less for each, the workers are forks: they have torch imported and
+    the data read, which eight times over would take longer than a short run. CUDA, macOS and OpenMP's
+    pool of threads do not survive a fork: there torchrun itself starts the command again.
     """
     say(f"one process, and the mesh needs {size}: starting {size} local workers, as torchrun would")
     for name in [n for n in os.environ if n in _TORCHRUN_NAMES or n.startswith(_TORCHRUN_PREFIXES)]:
         del os.environ[name]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))
-    if sys.platform == "linux" and _device_type(device) == "cpu":
+    os.environ["OMP_NUM_THREADS"] = str(_threads_per_worker(size))
+    if sys.platform == "linux" and _device_type(device) == "cpu" and _threads_per_worker(size) == 1:
         _fork_workers(size)
     else:
         _restart_under_torchrun(size)
+
+
+def _threads_per_worker(size: int) -> int:
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(given) if given.isdigit() and int(given) else max(1, cores // size)
 
 
 def _restart_under_torchrun(size: int) -> NoReturn:
@@ -148,7 +171,7 @@ def _fork_workers(size: int) -> None:
             _prctl_pr_set_pdeathsig(signal.SIGTERM)
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            torch.set_num_threads(1)
             return
         workers.add(worker)
     os._exit(_wait_for(workers))
@@ -187,27 +210,34 @@ def run(main: Callable[[], None]) -> None:
     other ranks a moment after the first has ended, so who ends first is who speaks: rank 0
     if all failed alike, the rank that failed alone before those that only lost it as a peer.
     """
-    place = Place.of_this_process()
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that has no × must not end a run.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         main()
     except UserError as error:
-        _exit_in_turn(place, f"error: {error}", status=2)
+        _exit_in_turn(f"error: {error}", status=2)
+    except BrokenPipeError:
+        # Who read our output, `head` for one, has gone.
+        os._exit(128 + signal.SIGPIPE)
     # DCP's CheckpointException derives from BaseException, so that `except Exception` would miss it.
     except BaseException as error:
         if isinstance(error, SystemExit | KeyboardInterrupt):
             raise
         if _is_about_a_lost_peer(error):
             time.sleep(_SECONDS_UNTIL_TORCHRUN_STOPS_US)
-        text = f"rank {place.rank} of {place.world} failed:\n{traceback.format_exc()}"
-        _exit_in_turn(place, text, status=1)
+        # Asked only now: main may have become one of the workers that it started.
+        place = Place.of_this_process()
+        _exit_in_turn(f"rank {place.rank} of {place.world} failed:\n{traceback.format_exc()}", status=1)
 
 
 def _is_about_a_lost_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
-def _exit_in_turn(place: Place, message: str, status: int) -> NoReturn:
-    if place.rank != 0:
+def _exit_in_turn(message: str, status: int) -> NoReturn:
+    if Place.of_this_process().rank != 0:
         time.sleep(_HEAD_START_OF_RANK_0_S)
     sys.stdout.flush()
     print(message, file=sys.stderr, flush=True)

@@ -57,8 +57,8 @@ def choose_mesh(
         found = problems(shape)
     if shape is None or found:
         works = [str(other) for other in mesh_shapes(world) if not problems(other)]
-        hint = f"meshes (dp×tp) of {world} processes that work: {', '.join(works) or 'none'}"
-        raise UserError("\n".join([*found, hint]))
+        hint = f"meshes (dp×tp) of {world} processes that work: {', '.join(works)}"
+        raise UserError("\n".join([*found, hint] if works else found))
     return shape
 
 

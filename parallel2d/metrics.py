@@ -1,6 +1,7 @@
 """What a run shows: console, TensorBoard, metrics.jsonl; throughput, MFU, memory. Rank 0 only."""
 
 import json
+import math
 import resource
 import sys
 import time
@@ -146,15 +147,18 @@ class Monitor:
 def _continue_lines(path: Path, start_step: int) -> Path:
     """Keep the lines up to start_step; what comes after them will be written again."""
     if path.exists():
-        kept = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line) <= start_step]
+        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= start_step]
         rewritten = path.with_suffix(".tmp")
-        rewritten.write_text("".join(kept))
+        rewritten.write_text("".join(line + "\n" for line in kept))
         rewritten.replace(path)
     return path
 
 
 def _step_of(line: str) -> float:
+    """A line that is not ours comes before every step, the half line of a killed process after."""
     try:
-        return json.loads(line)["step"]
+        record = json.loads(line)
     except json.JSONDecodeError:
-        return float("inf")  # the half line of a killed process
+        return math.inf
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else -math.inf

@@ -49,8 +49,8 @@ class LearningRate:
             return self.peak * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return self.peak
-        fifth = int(0.8 * self.total_steps) if self.schedule == "wsd" else 0
-        decay_from = max(self.warmup_steps, fifth)
+        plateau_end = int(0.8 * self.total_steps) if self.schedule == "wsd" else 0
+        decay_from = max(self.warmup_steps, plateau_end)
         progress = (step + 1 - decay_from) / max(1, self.total_steps - decay_from)
         progress = min(1.0, max(0.0, progress))
         left = 0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress

@@ -55,7 +55,7 @@ def parallelize(
     """
     precision = precision or Precision()
     _share_values(model)
-    model.to(precision.param)
+    _cast(model, precision.param)
     # Tensor parallel first: it splits the whole weights that the plan speaks of; FSDP then splits the shares.
     apply_tensor_parallel(model, mesh["tp"], plan)
     # Checkpointing before FSDP: the recomputed forward must lie inside FSDP's hooks, which gather weights.
@@ -71,6 +71,17 @@ def _share_values(model: nn.Module) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             dist.broadcast(tensor.detach(), src=0)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters to dtype; buffers (a rotary table for one) to it only where that widens them."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and (buffer.is_floating_point() or buffer.is_complex()):
+                module._buffers[name] = buffer.to(torch.promote_types(buffer.dtype, dtype))
 
 
 def _apply_activation_checkpoint(units: Sequence[nn.Module], mode: ActivationCheckpoint) -> None:

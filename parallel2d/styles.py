@@ -89,6 +89,8 @@ def _require_divisible(what: str, size: int, mesh: DeviceMesh) -> None:
 class Colwise(ParallelStyle):
     """nn.Linear with its output features split: (…, d) -> (…, f/tp), weight (f/tp, d).
 
+    Not for a fused projection that is cut in pieces afterwards: each rank would cut its own share.
+
     The input is the same on every rank; what each rank contributes to its gradient is summed.
     Forward: nothing; backward: one all-reduce.
     """
@@ -155,10 +157,15 @@ class GatherSequence(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        own = [name for name, parameter in module._parameters.items() if parameter is not None]
+        if own:
+            raise UserError(f"gather_sequence is for modules without parameters of their own, not {own}")
         whole = module.forward
 
-        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return whole(gather_sequence(x, device_mesh), *args, **kwargs)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not args:
+                raise UserError("a module with gather_sequence takes its sequence by position, not by name")
+            return whole(gather_sequence(args[0], device_mesh), *args[1:], **kwargs)
 
         return _with_forward(module, forward)
 
@@ -204,7 +211,9 @@ class Vocab(ParallelStyle):
         module = _require(self, module, nn.Embedding)
         unsupported = [name for name in ("padding_idx", "max_norm") if getattr(module, name) is not None]
         if unsupported or module.scale_grad_by_freq or module.sparse:
-            raise UserError("style vocab is for a plain nn.Embedding, without padding_idx, max_norm, … ")
+            raise UserError(
+                "style vocab is for nn.Embedding without padding_idx, max_norm, scale_grad_by_freq, sparse"
+            )
         _distribute(module, device_mesh, weight=Shard(0))
         bounds = shard_bounds(module.num_embeddings, device_mesh)
         return _with_forward(module, functools.partial(self.forward, module, device_mesh, bounds))
@@ -242,3 +251,6 @@ STYLES: dict[str, ParallelStyle] = {
     "vocab": Vocab(),
     "vocab_head": VocabHead(),
 }
+
+# The styles after which a rank holds only some positions of the sequence.
+SEQUENCE_STYLES = (GatherSequence, RowwiseScatter, Sequence, Vocab, VocabHead)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from parallel2d.errors import UserError
-from parallel2d.styles import STYLES
+from parallel2d.styles import SEQUENCE_STYLES, STYLES, Colwise, ColwiseLocal, GatherSequence
 
 Plan = Mapping[str, str | ParallelStyle]
 
@@ -19,8 +19,8 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, plan: Plan) -> 
     """Shard the model's weights over tp, in place, and give the named modules their styles' forward.
 
     Modules that the plan does not name keep whole weights (style `replicated`), as DTensors too, so
-    that every parameter lives on the same mesh. Parameters tied before stay tied. On a tp axis of
-    size 1 the plan is only checked. No communication.
+    that every parameter lives on the same mesh; a plan that splits the sequence must name them all.
+    Parameters tied before stay tied. On a tp axis of size 1 the plan is only checked. No communication.
 
     Args:
         plan: globs over dotted module names, `*` standing for one component; values are names of
@@ -60,7 +60,39 @@ def match_plan(model: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
         matched.update({name: glob for name in hits})
     if faults:
         raise UserError("\n".join(faults))
-    return {name: _style(plan[glob]) for name, glob in matched.items()}
+    styles = {name: _style(plan[glob]) for name, glob in matched.items()}
+    _require_gathers(styles)
+    _require_all_named(model, styles)
+    return styles
+
+
+def _require_gathers(styles: Mapping[str, ParallelStyle]) -> None:
+    """A linear's input gradient is summed once: by the gather around it or by the linear itself."""
+    for name, style in styles.items():
+        parts = name.split(".")
+        around = [styles.get(".".join(parts[:n])) for n in range(1, len(parts))]
+        gathered = any(isinstance(s, GatherSequence) for s in around)
+        if isinstance(style, ColwiseLocal) and not gathered:
+            raise UserError(f"{name}: style colwise_local needs a gather_sequence around it, or use colwise")
+        if isinstance(style, Colwise) and not isinstance(style, ColwiseLocal) and gathered:
+            raise UserError(f"{name}: inside a gather_sequence the style is colwise_local, not colwise")
+
+
+def _require_all_named(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+    """Where activations are split by sequence, a weight that is only `replicated` gets a wrong gradient."""
+    if not any(isinstance(style, SEQUENCE_STYLES) for style in styles.values()):
+        return
+    unnamed = [
+        name or "the model itself"
+        for name, module in model.named_modules()
+        if name not in styles and any(True for _ in module.parameters(recurse=False))
+    ]
+    if unnamed:
+        raise UserError(
+            f"a plan that splits the sequence must name every module with parameters, as `sequence` (it sees "
+            f"a share of the positions or of the heads) or `replicated` (the same on each rank); "
+            f"it leaves out {', '.join(unnamed[:10])}{', …' if len(unnamed) > 10 else ''}"
+        )
 
 
 def _matches(name: str, glob: str) -> bool:

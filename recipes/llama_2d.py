@@ -4,6 +4,10 @@ Reads from top to bottom as the run runs; each call leads to one file of paralle
 """
 
 import math
+import os
+import shlex
+import shutil
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -26,6 +30,7 @@ from parallel2d.mesh import MeshShape, build_mesh, choose_mesh, dp_rank, mesh_sh
 from parallel2d.metrics import Monitor, Run
 from parallel2d.optim import LearningRate, build_optimizer, set_learning_rate
 from parallel2d.parallelize import parallelize
+from parallel2d.run_folder import lock, require_usable, write_config
 from parallel2d.step import evaluate, seed_step, train_step
 
 
@@ -49,14 +54,19 @@ def main() -> None:
     corpus = Corpus(load_tokens(data.path), data.seq_len, vocab_size, data.val_fraction, config.seed)
     resume = resume_from(config.checkpoint.resume, Path(config.out), asdict(config.model))
     if resume and resume.step >= config.steps:
-        launch.say(f"{resume.path} is the end of a run of {config.steps} steps: to go on, raise --steps")
+        launch.say(f"{config.out} is at step {resume.step}: to go on, raise --steps (now {config.steps})")
         return
+    require_usable(Path(config.out))
     with launch.world(shape.world, config.device, config.timeout_s) as device:
         train(config, shape, device, corpus, resume)
 
 
 def problems(config: Recipe, shape: MeshShape) -> list[str]:
     found = config.problems(shape.dp, shape.tp) + config.model.problems(shape.tp)
+    if config.data.path and Path(config.out).resolve().is_relative_to(Path(config.data.path).resolve()):
+        found.append(
+            f"out {config.out} lies in data.path {config.data.path}: a run would read what it writes"
+        )
     if config.data.path is None and config.model.vocab_size < 256:
         found.append(f"model.vocab_size {config.model.vocab_size} is below 256, the number of byte values")
     return found
@@ -65,6 +75,8 @@ def problems(config: Recipe, shape: MeshShape) -> list[str]:
 def train(
     config: Recipe, shape: MeshShape, device: torch.device, corpus: Corpus, resume: Checkpoint | None
 ) -> None:
+    held = lock(Path(config.out)) if dist.get_rank() == 0 else None
+    launch.require_agreement(data=corpus.fingerprint(), resume_step=resume.step if resume else None)
     mesh = build_mesh(shape, device.type)
     model = build_model(config, mesh, device)
     optim = config.optim
@@ -87,6 +99,8 @@ def train(
     show_sample(config, mesh, model, corpus, device, monitor)
     monitor.say(next_commands(config, shape))
     monitor.close()
+    if held:
+        held.close()
 
 
 @dataclass(frozen=True)
@@ -146,9 +160,7 @@ def fit(
         try:
             stats = train_step(model, batches, optimizer, vocab, mesh, optim.max_norm)
         except FloatingPointError as error:
-            raise UserError(
-                f"step {done.step + 1}: {error}; the last checkpoint stands: lower optim.lr"
-            ) from None
+            raise UserError(f"step {done.step + 1}: {error}: lower optim.lr") from None
         done = Progress(done.step + 1, done.position + data.global_batch, done.tokens_seen + stats.tokens)
         monitor.end_step(done.step, stats, lr, done.tokens_seen)
 
@@ -173,12 +185,11 @@ def validate(config: Recipe, model: Llama, data: RankData, vocab: VocabShard, me
 def open_monitor(
     config: Recipe, model: Llama, shape: MeshShape, device: torch.device, start: Progress
 ) -> Monitor:
-    """The run folder's curves; rank 0 also clears leftovers and writes the resolved config."""
+    """The run folder's curves; rank 0 also clears leftovers and writes the resolved configuration."""
     out, text = Path(config.out), dump_config(config)
     if dist.get_rank() == 0:
         CheckpointStore(out / "checkpoints", config.checkpoint.keep).remove_leftovers()
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.yaml").write_text(text)
+        write_config(out, text)
     flops = model.flops_per_token(config.data.seq_len)
     run = Run(start.step, config.steps, flops, device, shape.world)
     return Monitor(out, run, every=config.log.every, config_text=text, rank=dist.get_rank())
@@ -197,11 +208,11 @@ def describe(
     parameters = sum(p.numel() for p in model.parameters())
     accumulation = config.data.global_batch // config.data.micro_batch_of(shape.dp) // shape.dp
     lines = [
-        f"mesh      dp×tp = {shape}: {shape.world} processes, {dist.get_backend()} on {device.type}",
+        f"mesh      dp×tp = {shape}; {shape.world} ranks, {dist.get_backend()} on {device.type}",
         f"model     {parameters:,} parameters; weights {param}, compute {compute}, reduction {reduce}",
         f"data      {len(corpus.tokens):,} tokens; {corpus.num_train:,} training sequences an epoch",
-        f"batch     {config.data.global_batch} sequences of {config.data.seq_len} = {shape.dp} dp × "
-        f"{config.data.micro_batch_of(shape.dp)} × {accumulation} accumulated",
+        f"batch     {config.data.global_batch} sequences of {config.data.seq_len} = dp {shape.dp} × "
+        f"micro-batch {config.data.micro_batch_of(shape.dp)} × accumulation {accumulation}",
         f"baseline  {corpus.unigram_loss():.4f} nats per token for a model that knows only their frequencies",
         f"start     after step {resume.step} of {resume.path}" if resume else "start     from nothing",
     ]
@@ -209,6 +220,8 @@ def describe(
         lines.append(
             "note      the data or its order differs from the checkpoint's: reading it from its start"
         )
+    if param == "bfloat16":
+        lines.append("note      bfloat16 weights and Adam moments: updates below 1/256 of a weight are lost")
     return "\n".join(lines)
 
 
@@ -236,10 +249,15 @@ def show_sample(
 def next_commands(config: Recipe, shape: MeshShape) -> str:
     """What to type next: go on, on this mesh and on another one that works, and look at the curves."""
     others = [s for s in mesh_shapes(shape.world) if s != shape and not problems(config, s)]
-    go_on = f"torchrun recipes/llama_2d.py --config {config.out}/config.yaml --steps {2 * config.steps}"
+    out = shlex.quote(config.out)
+    # Where the environment is not activated, its commands need their folder.
+    folder = "" if shutil.which("torchrun") else os.path.relpath(Path(sys.executable).parent) + "/"
+    go_on = (
+        f"{folder}torchrun {shlex.quote(sys.argv[0])} --config {out}/config.yaml --steps {2 * config.steps}"
+    )
     nearest = sorted(others, key=lambda s: abs(s.tp - shape.tp))[:1]
     other_mesh = [f"{go_on} --dp {s.dp} --tp {s.tp} --dp_replicate 1" for s in nearest]
-    return "\n  ".join(["next", go_on, *other_mesh, f"tensorboard --logdir {config.out}"])
+    return "\n  ".join(["next", go_on, *other_mesh, f"{folder}tensorboard --logdir {out}"])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from parallel2d import MeshShape, UserError, build_mesh, launch, parallelize
 from parallel2d.checkpoint import store as store_module
 from parallel2d.checkpoint.store import (
     CheckpointStore,
-    create_optimizer_state,
     load_checkpoint,
     resume_from,
     state_tensors,
@@ -41,13 +40,17 @@ def whole(model, optimizer) -> dict[str, torch.Tensor]:
     return {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for n, t in state.items()}
 
 
+def update(model, optimizer) -> None:
+    model(torch.arange(12).view(1, 12) % 61).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def save(shape: MeshShape, folder: str) -> dict[str, torch.Tensor]:
     with launch.world(shape.world, "cpu", 60):
         model, optimizer = build(shape)
         for _ in range(3):
-            model(torch.arange(12).view(1, 12) % 61).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(model, optimizer)
         CheckpointStore(Path(folder), keep=0).save(3, model, optimizer, {"model": {}})
         return whole(model, optimizer)
 
@@ -89,14 +92,14 @@ def load_with_a_layer_more(folder: str) -> str:
 def test_names_must_match(tmp_path):
     run_ranks(1, save, MeshShape(), str(tmp_path))
     for message in run_ranks(2, load_with_a_layer_more, str(tmp_path)):
-        assert "36 missing" in message and "0 unknown" in message and "blocks.1.attention.k" in message
+        assert "9 missing" in message and "0 unknown" in message and "blocks.1.attention.k" in message
 
 
 def test_resume_from_refuses_what_would_mix_runs(tmp_path):
     for step in (2, 10):
         folder = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
         folder.mkdir(parents=True)
-        (folder / "trainer.json").write_text('{"model": {"width": 8}}')
+        (folder / "trainer.json").write_text('{"model": {"width": 8}, "optimizer": "AdamW"}')
     run, model = tmp_path / "run", {"width": 8}
     assert resume_from("auto", run, model).step == 10
     assert resume_from("auto", tmp_path / "new", model) is None
@@ -107,6 +110,12 @@ def test_resume_from_refuses_what_would_mix_runs(tmp_path):
             resume_from(choice, run, model)
     with pytest.raises(UserError, match="width 8 there, 16 here"):
         resume_from("auto", run, {"width": 16})
+    (run / "checkpoints/step-00000010/trainer.json").write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        resume_from("auto", run, model)
+    (run / "checkpoints/step-00000010/trainer.json").unlink()
+    with pytest.raises(UserError, match=r"step-00000010 has no trainer.json: it is damaged"):
+        resume_from("auto", run, model)
     with pytest.raises(UserError, match="neither a checkpoint"):
         resume_from(str(tmp_path / "nothing"), tmp_path / "new", model)
 
@@ -117,7 +126,7 @@ def save_and_die(folder: str, moment: str) -> None:
         shape = MeshShape(1, 2, 1)
         model, optimizer = build(shape)
         store = CheckpointStore(Path(folder), keep=1)
-        create_optimizer_state(optimizer)
+        update(model, optimizer)
         store.save(1, model, optimizer, {"model": {}})
         if torch.distributed.get_rank() == 0:
             setattr(store_module, moment, die)
@@ -145,3 +154,44 @@ def test_a_checkpoint_is_never_overwritten(tmp_path):
     outcome = try_ranks(1, save, MeshShape(), str(tmp_path))[0]
     assert outcome.exitcode != 0
     assert "is never overwritten" in outcome.stderr
+
+
+def other_optimizers(folder: str) -> tuple[bool, str]:
+    """SGD with momentum, saved and loaded; then a load into AdamW."""
+    with launch.world(2, "cpu", 60):
+        store = CheckpointStore(Path(folder), keep=0)
+        model, adamw = build(MeshShape(1, 2, 1))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        update(model, sgd)
+        store.save(1, model, sgd, {})
+        saved = whole(model, sgd)
+        model, adamw = build(MeshShape(1, 1, 2), seed=1)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        load_checkpoint(store.latest(), model, sgd)
+        loaded = whole(model, sgd)
+        with pytest.raises(UserError) as caught:
+            load_checkpoint(store.latest(), model, adamw)
+        same = saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
+        return same and any("momentum_buffer" in name for name in saved), str(caught.value)
+
+
+def test_any_optimizer_but_not_another_one(tmp_path):
+    for same, message in run_ranks(2, other_optimizers, str(tmp_path)):
+        assert same
+        assert "has the state of SGD, and this run uses AdamW" in message
+
+
+def save_infinite_weights(folder: str) -> str:
+    with launch.world(4, "cpu", 60):
+        model, optimizer = build(MeshShape(1, 2, 2))
+        if torch.distributed.get_rank() == 3:
+            model.norm.weight.detach().to_local().fill_(float("inf"))
+        with pytest.raises(UserError) as caught:
+            CheckpointStore(Path(folder), keep=1).save(1, model, optimizer, {})
+        return str(caught.value)
+
+
+def test_weights_that_are_not_finite_never_replace_good_ones(tmp_path):
+    messages = run_ranks(4, save_infinite_weights, str(tmp_path))
+    assert all("weights are not finite" in message for message in messages)
+    assert list(tmp_path.iterdir()) == []

@@ -72,6 +72,14 @@ def test_bad_data_is_named(tmp_path):
     (tmp_path / "empty").touch()
     with pytest.raises(UserError, match="is empty"):
         load_tokens(str(tmp_path / "empty"))
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    with pytest.raises(UserError, match="odd number of bytes"):
+        load_tokens(str(tmp_path / "odd.bin"))
+    (tmp_path / "text.npy").write_bytes(b"abc")
+    with pytest.raises(UserError, match=r"is not a \.npy file"):
+        load_tokens(str(tmp_path / "text.npy"))
+    with pytest.raises(UserError, match="does not exist"):
+        load_tokens("")
     np.save(tmp_path / "a.npy", np.zeros((2, 2)))
     with pytest.raises(UserError, match="not 1-D integer tokens"):
         load_tokens(str(tmp_path / "a.npy"))
@@ -80,6 +88,8 @@ def test_bad_data_is_named(tmp_path):
     outside = Corpus(np.full(100, 300), 4, 256, 0.1, 0)
     with pytest.raises(UserError, match=r"token 300, outside model.vocab_size 256"):
         outside.train_batch(range(1))
+    with pytest.raises(UserError, match="token 300, outside"):
+        outside.unigram_loss()
 
 
 def test_the_fingerprint_tells_data_apart():
@@ -91,3 +101,12 @@ def test_the_fingerprint_tells_data_apart():
     }
     assert len(prints) == 4
     assert corpus().fingerprint() == corpus().fingerprint()
+
+
+def test_prompts_and_text_of_any_vocabulary():
+    text = Corpus(np.frombuffer(b"some text " * 9, dtype=np.uint8), 4, 300, 0.1, 0)
+    assert text.prompt("ab") == [97, 98]
+    assert text.decode([97, 299, 98]) == "a?b"
+    digits = Corpus(np.frombuffer(b"0123" * 90, dtype=np.uint8), 4, 64, 0.1, 0)
+    assert max(digits.prompt("ab")) < 64
+    assert corpus().decode([5, 6]) == "5 6" and len(corpus().prompt("ab")) == 16

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel2d.run_folder import lock
 from tests.ranks import run_recipe
 
 SMALL = ("--data.seq_len", "32", "--data.global_batch", "8", "--steps", "2", "--log.val_batches", "1")
@@ -90,5 +91,23 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(tmp_path):
     flags = ("--optim.lr", "1e30", "--optim.warmup_steps", "0", "--checkpoint.every", "1", "--steps", "9")
     outcomes = run_recipe(4, *SMALL, *flags, "--tp", "2", "--out", str(tmp_path / "run"))
     everything = "".join(o.stderr for o in outcomes)
-    assert everything.count("the last checkpoint stands: lower optim.lr") == 1, everything
+    assert everything.count(": lower optim.lr") == 1, everything
     assert "Traceback" not in everything
+
+
+def test_folders_that_are_not_for_a_run(tmp_path):
+    (tmp_path / "file").touch()
+    assert "cannot be a folder" in said(2, *SMALL, "--out", str(tmp_path / "file"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text("steps: 3  # my notes\n")
+    assert "was not written by a run" in said(2, *SMALL, "--out", str(tmp_path / "mine"))
+    assert (tmp_path / "mine" / "config.yaml").read_text() == "steps: 3  # my notes\n"
+    flags = ("--data.path", str(tmp_path / "mine"), "--out", str(tmp_path / "mine" / "run"))
+    assert "a run would read what it writes" in said(2, *SMALL, *flags)
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    (tmp_path / "run").mkdir()
+    with lock(tmp_path / "run"):
+        assert "another run is writing to" in said(2, *SMALL, "--out", str(tmp_path / "run"))
+    assert run_recipe(2, *SMALL, "--out", str(tmp_path / "run"))[0].exitcode == 0

@@ -61,6 +61,12 @@ def test_the_resolved_configuration_reads_back(load, tmp_path):
         ("optim:\n  lr: 1\n  lr: 2\n", "line 3: key 'lr' is given twice"),
         ("optim:\n\tlr: 1\n", "is not YAML"),
         ("optim: {lr: fast}\n", "optim.lr"),
+        ("optim: {lr: null}\n", "lr has no value"),
+        ("optim:\n", "optim"),
+        ("data: 3\n", "data"),
+        ("model:\n", "model"),
+        ("steps:\n", "steps"),
+        ("? [a, b]\n: 1\n", "line 1: a key must be a word"),
         ("model: {preset: huge}\n", "model.preset 'huge' is not one of debug"),
     ],
 )
@@ -75,9 +81,10 @@ def test_mistakes_in_a_file(load, tmp_path, text, message):
     [
         (("--parallel.tpp=2",), "nearest known keys: tp"),
         (("--optim.warmup", "3"), "optim.warmup_steps"),
+        (("--dp-replicate", "3"), "nearest known keys: dp_replicate"),
         (("--dp", "2.5"), "dp"),
         (("--optim.schedule", "sine"), "sine"),
-        (("--config", "nothing.yaml"), "'nothing.yaml' does not exist"),
+        (("--config", "nothing.yaml"), "'nothing.yaml' is not a file"),
     ],
 )
 def test_mistakes_in_flags(load, arguments, message):
@@ -90,7 +97,16 @@ def test_rules_that_values_break_by_themselves(load):
     broken = ["--steps", "0", "--seed", "-1", "--timeout_s", "0", "--optim.lr", "-1", "--optim.beta2", "1"]
     broken += ["--optim.max_norm", "0", "--checkpoint.keep", "-1", "--log.every", "0"]
     found = "\n".join(load(*broken).problems(dp=1, tp=1))
-    for name in ("steps 0", "seed -1", "timeout_s 0", "lr -1", "beta2 1", "max_norm 0", "keep -1", "every 0"):
+    for name in (
+        "steps 0",
+        "seed -1 is not in",
+        "timeout_s 0",
+        "lr -1",
+        "beta2 1",
+        "max_norm 0",
+        "keep -1",
+        "every 0",
+    ):
         assert name in found
     assert load("--data.val_fraction", "1").problems(1, 1) == ["data.val_fraction 1.0 is not between 0 and 1"]
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel2d import MeshShape, UserError, build_mesh, init_weights, launch, parallelize
+from parallel2d import MeshShape, Precision, UserError, build_mesh, init_weights, launch, parallelize
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -123,6 +123,45 @@ def test_a_module_without_reset_parameters_is_named():
         model = nn.Sequential(nn.Linear(4, 4), NoReset())
     with pytest.raises(UserError, match=r"define it in: 1 \(NoReset\)"):
         init_weights(model, CPU, seed=0)
+
+
+class Masked(nn.Linear):
+    """Inherits a reset_parameters() that does not know the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("mask", torch.ones(4))
+
+
+def test_values_that_are_never_set_are_named():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), Masked())
+    with pytest.raises(UserError, match=r"reset_parameters\(\) of 1 \(Masked\) leaves mask without values"):
+        init_weights(model, CPU, seed=0)
+
+
+class Rotating(nn.Module):
+    """A complex buffer, as in Meta's Llama, and a float32 table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("freqs", torch.polar(torch.ones(4), torch.arange(4.0)))
+        self.register_buffer("table", torch.ones(4))
+
+
+def dtypes_after(param: torch.dtype) -> tuple[torch.dtype, ...]:
+    with launch.world(1, "cpu", 60):
+        model = Rotating()
+        precision = Precision(param, param, torch.float32)
+        parallelize(model, build_mesh(MeshShape(), "cpu"), plan={}, units=[], precision=precision)
+        return model.linear.weight.dtype, model.freqs.dtype, model.table.dtype
+
+
+def test_buffers_are_never_narrowed():
+    assert run_ranks(1, dtypes_after, torch.float32) == [(torch.float32, torch.complex64, torch.float32)]
+    assert run_ranks(1, dtypes_after, torch.bfloat16) == [(torch.bfloat16, torch.complex64, torch.float32)]
+    assert run_ranks(1, dtypes_after, torch.float64) == [(torch.float64, torch.complex128, torch.float64)]
 
 
 def keeps_rank_0_values() -> float:

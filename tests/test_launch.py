@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from parallel2d import UserError, launch
 from parallel2d.checkpoint.store import CheckpointStore
-from tests.ranks import RECIPE, ROOT, _free_port, run_recipe
+from tests.ranks import RECIPE, ROOT, _free_port, run_ranks, run_recipe
 
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 SMALL = ["--data.seq_len", "32", "--data.global_batch", "8", "--steps", "2", "--log.val_batches", "1"]
@@ -28,13 +30,13 @@ SMALL += [
 ENDLESS = [*SMALL, "--steps", "1000000", "--checkpoint.every", "2"]
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
+def start(command: list[str], variables: dict[str, str] | None = None) -> subprocess.Popen[str]:
     """In a session of its own, as a terminal would start it."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment,
+        env=environment | (variables or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -72,7 +74,7 @@ def test_torchrun_alone_and_python_start_their_own_workers(tmp_path, expected):
     ((status, stdout, stderr),) = finish(start(command))
     assert status == 0, stderr
     assert "one process, and the mesh needs 8: starting 8 local workers" in stdout
-    assert "mesh      dp×tp = 4×2: 8 processes, gloo on cpu" in stdout
+    assert "mesh      dp×tp = 4×2; 8 ranks, gloo on cpu" in stdout
     assert "tensorboard --logdir" in stdout
     assert losses(out) == pytest.approx(expected, rel=1e-9)
 
@@ -108,6 +110,25 @@ def test_where_a_fork_is_not_safe_torchrun_starts_the_command_again(tmp_path):
     assert stdout == "['--dp', '2'] 2 cpu\n"
 
 
+@pytest.mark.parametrize("who", ["rank == 2", "True"])
+def test_forked_workers_tell_a_failure_once_and_by_the_right_name(tmp_path, who):
+    (tmp_path / "script.py").write_text(
+        "import torch.distributed as dist\n"
+        "from parallel2d import launch\n"
+        "def main():\n"
+        "    with launch.world(4, 'cpu', 60):\n"
+        "        rank = dist.get_rank()\n"
+        f"        if {who}:\n"
+        "            raise RuntimeError('my bug')\n"
+        "launch.run(main)\n"
+    )
+    environment = {"OMP_NUM_THREADS": "1"}
+    ((status, _, stderr),) = finish(start([sys.executable, str(tmp_path / "script.py")], environment))
+    assert status == 1
+    assert stderr.count("Traceback") == stderr.count("RuntimeError: my bug") == 1, stderr
+    assert f"rank {2 if who != 'True' else 0} of 4 failed" in stderr
+
+
 def test_torchrun_with_workers_is_used_as_given(tmp_path, expected):
     command = [
         TORCHRUN,
@@ -121,7 +142,7 @@ def test_torchrun_with_workers_is_used_as_given(tmp_path, expected):
     ]
     ((status, stdout, stderr),) = finish(start([*command, "--out", str(tmp_path / "run"), *SMALL]))
     assert status == 0, stderr
-    assert "starting" not in stdout and "dp×tp = 2×2: 4 processes" in stdout
+    assert "starting" not in stdout and "dp×tp = 2×2; 4 ranks" in stdout
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-9)
 
 
@@ -150,7 +171,7 @@ def test_two_torchrun_agents(tmp_path, expected):
     command += ["--out", str(tmp_path / "run"), *SMALL]
     results = finish(start(command), start(command))
     assert [status for status, _, _ in results] == [0, 0], results
-    assert sum("dp×tp = 4×2: 8 processes" in stdout for _, stdout, _ in results) == 1
+    assert sum("dp×tp = 4×2; 8 ranks" in stdout for _, stdout, _ in results) == 1
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-9)
 
 
@@ -210,3 +231,18 @@ def test_every_end_leaves_no_process_and_a_whole_checkpoint(tmp_path, how):
     last = CheckpointStore(out / "checkpoints", keep=0).latest().step
     (resumed,) = run_recipe(1, *SMALL, "--out", str(out), "--steps", str(last + 1))
     assert f"after step {last}" in resumed.stdout and resumed.exitcode == 0, resumed.stderr
+
+
+def disagree() -> str:
+    with launch.world(3, "cpu", 60):
+        launch.require_agreement(data="same", resume_step=7)
+        with pytest.raises(UserError) as caught:
+            launch.require_agreement(data="same", resume_step=7 if dist.get_rank() < 2 else None)
+        return str(caught.value)
+
+
+def test_machines_that_see_other_files_are_found_out():
+    message = (
+        "resume_step is 7 on rank 0 and None on rank 2 (1 ranks differ): all machines must see the same files"
+    )
+    assert run_ranks(3, disagree) == [message] * 3

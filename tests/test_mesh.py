@@ -40,7 +40,7 @@ def test_every_problem_is_listed_at_once():
     with pytest.raises(UserError) as caught:
         choose_mesh(1, 8, 1, 8, lambda s: [f"first {s}", "second"])
     assert str(caught.value).splitlines()[:2] == ["first 1×8", "second"]
-    assert "that work: none" in str(caught.value)
+    assert "that work" not in str(caught.value)
 
 
 def test_shapes_of_a_world():

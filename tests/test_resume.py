@@ -69,7 +69,7 @@ def test_other_mesh_to_1e_9(straight_float64, tmp_path, read_metrics, mesh):
 def test_a_finished_run_is_left_alone(straight_float32, tmp_path):
     shutil.copytree(straight_float32, tmp_path / "run")
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
-    assert "to go on, raise --steps" in train(tmp_path / "run", 2, 2)
+    assert "is at step 20: to go on, raise --steps (now 20)" in train(tmp_path / "run", 2, 2)
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
 
 
@@ -86,7 +86,7 @@ def test_leftovers_are_cleared_and_foreign_names_are_not(straight_float32, tmp_p
     checkpoints = tmp_path / "run" / "checkpoints"
     (checkpoints / "step-00000020.tmp").mkdir()
     (checkpoints / "step-00000010-backup").mkdir()
-    (checkpoints / "step-00000099").mkdir()  # without trainer.json it is not whole
+    (checkpoints / "step-00000030.tmp").touch()
     assert "after step 10" in train(tmp_path / "run", 2, 2)
     assert not (checkpoints / "step-00000020.tmp").exists()
     assert (checkpoints / "step-00000010-backup").exists()

@@ -128,14 +128,40 @@ def fault_of(plan: dict[str, str], make: Callable[[], nn.Module]) -> str:
     ("plan", "message"),
     [
         ({"up": "colwise", "norm": "rowwise"}, "norm: style Rowwise is for Linear, not for LayerNorm"),
-        ({"up": "vocab"}, "up: style Vocab is for Embedding, not for Linear"),
+        (
+            {"up": "vocab", "norm": "replicated", "down": "replicated"},
+            "up: style Vocab is for Embedding, not for Linear",
+        ),
         ({"dwon": "rowwise"}, "plan entry 'dwon' matches no module (nearest names: down)"),
+        ({"up": "colwise_local"}, "up: style colwise_local needs a gather_sequence around it"),
         ({"up": "columnwise"}, "plan entry 'up': unknown style 'columnwise'"),
         ({"up": "colwise", "u*": "colwise"}, "plan entries 'up' and 'u*' both match 'up'"),
     ],
 )
 def test_a_wrong_plan_is_named(plan, message):
     assert all(message in fault for fault in run_ranks(4, fault_of, plan, Mlp))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            {k: v for k, v in STREAM_PLAN.items() if k != "norm"},
+            "must name every module with parameters, as `sequence` (it sees a share of the positions or of "
+            "the heads) or `replicated` (the same on each rank); it leaves out norm",
+        ),
+        (
+            {**STREAM_PLAN, "inner.up": "colwise"},
+            "inner.up: inside a gather_sequence the style is colwise_local",
+        ),
+        (
+            {**STREAM_PLAN, "norm": "gather_sequence"},
+            "without parameters of their own, not ['weight', 'bias']",
+        ),
+    ],
+)
+def test_a_sequence_plan_that_would_be_silently_wrong_is_refused(plan, message):
+    assert all(message in fault for fault in run_ranks(4, fault_of, plan, Stream))
 
 
 def small() -> nn.Module:

@@ -24,6 +24,7 @@ from parallel2d.errors import UserError
 from parallel2d.fsdp import reshard
 
 TRAINER_FILE = "trainer.json"
+_OPTIMIZER = "optimizer"  # its class, in the trainer file
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -36,7 +37,13 @@ class Checkpoint:
 
     def trainer_state(self) -> dict[str, Any]:
         """What the training loop saved beside the tensors."""
-        return json.loads((self.path / TRAINER_FILE).read_text())
+        try:
+            state = json.loads((self.path / TRAINER_FILE).read_text())
+        except ValueError:
+            state = None
+        if not isinstance(state, dict) or _OPTIMIZER not in state:
+            raise UserError(f"{self.path / TRAINER_FILE} is damaged: move the checkpoint away")
+        return state
 
 
 class CheckpointStore:
@@ -52,11 +59,14 @@ class CheckpointStore:
         self.keep = keep
 
     def all(self) -> list[Checkpoint]:
-        """Whole checkpoints, oldest first."""
+        """Whole checkpoints, oldest first; a damaged one is an error, not a reason to start anew."""
         if not self.folder.is_dir():
             return []
         found = [Checkpoint(p, int(m[1])) for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name))]
-        return sorted((c for c in found if (c.path / TRAINER_FILE).is_file()), key=lambda c: c.step)
+        for checkpoint in found:
+            if not (checkpoint.path / TRAINER_FILE).is_file():
+                raise UserError(f"{checkpoint.path} has no {TRAINER_FILE}: it is damaged, move it away")
+        return sorted(found, key=lambda c: c.step)
 
     def latest(self) -> Checkpoint | None:
         return (self.all() or [None])[-1]  # type: ignore[list-item]  # None stands for "there is none"
@@ -66,8 +76,10 @@ class CheckpointStore:
     ) -> Path:
         """Write a checkpoint; all ranks call it. It exists when the call returns, or not at all.
 
-        Every rank writes its own shards. DCP exchanges metadata through rank 0.
+        Every rank writes its own shards. DCP exchanges metadata through rank 0. Weights that are not
+        finite are refused: they would in time push the good checkpoints out.
         """
+        _require_finite(model)
         final = self.folder / f"step-{step:08d}"
         if final.exists():
             raise UserError(f"{final} exists: a checkpoint is never overwritten")
@@ -78,7 +90,8 @@ class CheckpointStore:
         dist.barrier()
         dcp.save(_as_chunks(state_tensors(model, optimizer)), checkpoint_id=writing)
         if dist.get_rank() == 0:
-            _write_durably(writing / TRAINER_FILE, json.dumps(dict(trainer_state), indent=1))
+            facts = {**trainer_state, _OPTIMIZER: type(optimizer).__name__}
+            _write_durably(writing / TRAINER_FILE, json.dumps(facts, indent=1))
             _sync_folder(writing)
             writing.rename(final)
             _sync_folder(self.folder)
@@ -97,7 +110,7 @@ class CheckpointStore:
         """Delete what an interrupted save or deletion left; for one process, when no save runs."""
         for path in self.folder.glob("step-*.tmp") if self.folder.is_dir() else []:
             if _NAME.fullmatch(path.stem):
-                shutil.rmtree(path)
+                path.unlink() if path.is_file() else shutil.rmtree(path)
 
 
 def resume_from(choice: str, out: Path, model_config: Mapping[str, Any]) -> Checkpoint | None:
@@ -116,7 +129,7 @@ def resume_from(choice: str, out: Path, model_config: Mapping[str, Any]) -> Chec
             f"--checkpoint.resume {choice} would overwrite: use another --out, or --checkpoint.resume auto"
         )
     if found:
-        theirs = found.trainer_state()["model"]
+        theirs = found.trainer_state().get("model", {})
         differ = [
             f"{k} {theirs.get(k)} there, {v} here" for k, v in model_config.items() if theirs.get(k) != v
         ]
@@ -139,9 +152,12 @@ def load_checkpoint(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.o
 
     Names must match both ways. DCP exchanges metadata through rank 0; each rank reads what it needs.
     """
-    create_optimizer_state(optimizer)
-    state = state_tensors(model, optimizer)
+    theirs, ours = checkpoint.trainer_state()[_OPTIMIZER], type(optimizer).__name__
+    if theirs != ours:
+        raise UserError(f"{checkpoint.path} has the state of {theirs}, and this run uses {ours}")
     stored = dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
+    _create_optimizer_state(model, optimizer, stored)
+    state = state_tensors(model, optimizer)
     missing, extra = sorted(state.keys() - stored.keys()), sorted(stored.keys() - state.keys())
     if missing or extra:
         raise UserError(
@@ -168,21 +184,41 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return state
 
 
+def _require_finite(model: nn.Module) -> None:
+    """One UserError on all ranks if a weight is NaN or infinite. One all-reduce of one number."""
+    reshard(model)
+    shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    finite = torch.stack([torch.isfinite(shard).all() for shard in shards]).all().int()
+    dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+    if not finite:
+        raise UserError(
+            "weights are not finite, and were not saved: go on from the last checkpoint, lower lr"
+        )
+
+
 def _as_chunks(state: dict[str, Tensor]) -> dict[str, Any]:
     return {name: Chunk(t) if isinstance(t, DTensor) else t for name, t in state.items()}
 
 
 @torch.no_grad()
-def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """AdamW's state before its first step, as tensors to load into."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+def _create_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any]
+) -> None:
+    """Tensors to load into, for every entry of optimizer state that the checkpoint has for a parameter.
+
+    An entry of the parameter's shape is sharded like it; others (step counts) are the same everywhere.
+    """
+    reshard(model)
+    trained = {p for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        prefix = f"optimizer.{name}."
+        for key in (k.removeprefix(prefix) for k in stored if k.startswith(prefix) and parameter in trained):
+            entry = stored[prefix + key]
+            optimizer.state[parameter][key] = (
+                torch.zeros_like(parameter)
+                if entry.size == parameter.shape
+                else torch.zeros(entry.size, dtype=entry.properties.dtype, device=parameter.device)
+            )
 
 
 def _write_durably(path: Path, text: str) -> None:
