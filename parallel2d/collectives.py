@@ -13,14 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.errors import UserError
 
-
-def shard_bounds(size: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """[start, stop) of this rank's share of a dim, split as DTensor does: ⌈size/tp⌉ each while it lasts."""
-    share = -(-size // mesh.size())
-    start = min(mesh.get_local_rank() * share, size)
-    return start, min(start + share, size)
-
-
 # The functional ops, because torch.compile traces them as they are; each waits for its result.
 _ops = torch.ops._c10d_functional
 

@@ -164,6 +164,7 @@ class RunConfig:
         device: auto takes CUDA where there is one.
         activation_checkpoint: what each block computes again in backward to save memory.
         timeout_s: a collective that waits longer ends the run.
+        ledger: print the collectives of the first step, by formula and as observed.
     """
 
     dp: int = -1
@@ -175,6 +176,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
     timeout_s: float = 600.0
+    ledger: bool = False
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

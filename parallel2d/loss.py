@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.collectives import all_gather, shard_bounds
+from parallel2d.collectives import all_gather
+from parallel2d.shards import share_of
 
 IGNORE_INDEX = -100
 
@@ -23,7 +24,8 @@ class VocabShard:
 
     @classmethod
     def of(cls, vocab_size: int, tp_mesh: DeviceMesh) -> "VocabShard":
-        return cls(*shard_bounds(vocab_size, tp_mesh), vocab_size, tp_mesh)
+        bounds = share_of(vocab_size, tp_mesh.size(), tp_mesh.get_local_rank())
+        return cls(*bounds, vocab_size, tp_mesh)
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, vocab: VocabShard) -> Tensor:

@@ -12,6 +12,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
+def share_of(size: int, parts: int, index: int) -> tuple[int, int]:
+    """[start, stop) of one part of a dim, as DTensor and FSDP split it: ⌈size/parts⌉ while it lasts."""
+    share = -(-size // parts)
+    start = min(index * share, size)
+    return start, min(start + share, size)
+
+
 @dataclass(frozen=True)
 class Box:
     """A block of a tensor: offset and size in each dim."""
@@ -30,8 +37,7 @@ def local_box(tensor: DTensor) -> Box:
     """The block that this rank holds. No communication.
 
     tp splits first, and dp_shard splits what tp leaves (placement _StridedShard where both split the
-    same dim): so the mesh's axes are applied last to first. Each split gives ⌈size/n⌉ to each rank
-    until nothing is left, as torch.chunk does.
+    same dim): so the mesh's axes are applied last to first.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
@@ -41,8 +47,21 @@ def local_box(tensor: DTensor) -> Box:
     for axis in reversed(range(mesh.ndim)):
         placement = tensor.placements[axis]
         if isinstance(placement, Shard | _StridedShard):
-            share = -(-sizes[placement.dim] // mesh.size(axis))
-            start = min(coordinate[axis] * share, sizes[placement.dim])
+            start, stop = share_of(sizes[placement.dim], mesh.size(axis), coordinate[axis])
             offsets[placement.dim] += start
-            sizes[placement.dim] = min(share, sizes[placement.dim] - start)
+            sizes[placement.dim] = stop - start
     return Box(tuple(offsets), tuple(sizes))
+
+
+def tp_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Shape of this rank's tp share, before dp_shard splits it: what FSDP gathers."""
+    sizes = list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        coordinate = mesh.get_coordinate() or ()
+        names = mesh.mesh_dim_names or ()
+        for axis, placement in enumerate(tensor.placements):
+            if names[axis] == "tp" and isinstance(placement, Shard):
+                start, stop = share_of(sizes[placement.dim], mesh.size(axis), coordinate[axis])
+                sizes[placement.dim] = stop - start
+    return tuple(sizes)

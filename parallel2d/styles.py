@@ -22,11 +22,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from parallel2d.collectives import (
     gather_sequence,
     scatter_sequence,
-    shard_bounds,
     sum_gradient,
     sum_output,
 )
 from parallel2d.errors import UserError
+from parallel2d.shards import share_of
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
@@ -215,7 +215,7 @@ class Vocab(ParallelStyle):
                 "style vocab is for nn.Embedding without padding_idx, max_norm, scale_grad_by_freq, sparse"
             )
         _distribute(module, device_mesh, weight=Shard(0))
-        bounds = shard_bounds(module.num_embeddings, device_mesh)
+        bounds = share_of(module.num_embeddings, device_mesh.size(), device_mesh.get_local_rank())
         return _with_forward(module, functools.partial(self.forward, module, device_mesh, bounds))
 
     def forward(self, module: nn.Embedding, mesh: DeviceMesh, bounds: tuple[int, int], ids: Tensor) -> Tensor:

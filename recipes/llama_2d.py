@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -25,8 +26,9 @@ from parallel2d.flags import dump_config, load_config
 from parallel2d.fsdp import Precision
 from parallel2d.generate import generate
 from parallel2d.init import init_weights
+from parallel2d.ledger import Ledger, Observer, Step, expected_step, table
 from parallel2d.loss import VocabShard
-from parallel2d.mesh import MeshShape, build_mesh, choose_mesh, dp_rank, mesh_shapes
+from parallel2d.mesh import MeshShape, build_mesh, choose_mesh, dp_rank, dp_size, mesh_shapes
 from parallel2d.metrics import Monitor, Run
 from parallel2d.optim import LearningRate, build_optimizer, set_learning_rate
 from parallel2d.parallelize import parallelize
@@ -141,13 +143,13 @@ def fit(
     optimizer: torch.optim.Optimizer,
     data: RankData,
     monitor: Monitor,
-    done: Progress,
+    start: Progress,
 ) -> float:
     """One round of the loop is one optimizer update. Returns the last validation loss."""
     optim, vocab = config.optim, VocabShard.of(config.model.vocab_size, mesh["tp"])
     learning_rate = LearningRate(optim.lr, optim.schedule, optim.warmup_steps, config.steps, optim.final)
     store = CheckpointStore(Path(config.out) / "checkpoints", config.checkpoint.keep)
-    val_loss = math.nan
+    val_loss, done = math.nan, start
     if done.step == 0:
         val_loss = validate(config, model, data, vocab, mesh)
         monitor.validation(0, val_loss)
@@ -157,10 +159,14 @@ def fit(
         set_learning_rate(optimizer, lr)
         seed_step(config.seed, done.step, data.rank)
         batches = data.train_step(done.position)
+        observer = Observer(mesh) if config.ledger and done == start else None
         try:
-            stats = train_step(model, batches, optimizer, vocab, mesh, optim.max_norm)
+            with observer or nullcontext():
+                stats = train_step(model, batches, optimizer, vocab, mesh, optim.max_norm)
         except FloatingPointError as error:
             raise UserError(f"step {done.step + 1}: {error}: lower optim.lr") from None
+        if observer:
+            monitor.say(table(expected_ledger(config, model, mesh), observer.ledger))
         done = Progress(done.step + 1, done.position + data.global_batch, done.tokens_seen + stats.tokens)
         monitor.end_step(done.step, stats, lr, done.tokens_seen)
 
@@ -172,6 +178,21 @@ def fit(
             state = {**asdict(done), "data": data.corpus.fingerprint(), "model": asdict(config.model)}
             monitor.say(f"saved {store.save(done.step, model, optimizer, state)}")
     return val_loss
+
+
+def expected_ledger(config: Recipe, model: Llama, mesh: DeviceMesh) -> Ledger:
+    _, compute, reduce = config.precision.dtypes(mesh.device_type)
+    micro_batch = config.data.micro_batch_of(dp_size(mesh))
+    step = Step(
+        micro_batch,
+        config.data.seq_len,
+        config.model.width,
+        config.data.global_batch // micro_batch // dp_size(mesh),
+        compute,
+        reduce,
+        config.activation_checkpoint,
+    )
+    return expected_step(model, list(model.blocks), mesh, step)
 
 
 def is_due(step: int, every: int) -> bool:

@@ -11,11 +11,12 @@ LAYERS = [
     {"errors"},
     {"seeds", "shards", "mesh", "collectives", "styles"},
     {"config", "run_folder", "launch", "tensor_parallel", "fsdp", "init", "data", "loss", "optim"},
-    {"flags", "step", "generate", "parallelize", "checkpoint", "metrics"},
+    {"flags", "step", "generate", "parallelize", "checkpoint", "metrics", "ledger"},
 ]
 # Within a layer: who may use whom, with the reason.
 ALSO = {
     ("styles", "collectives"),  # a style is a split and its collectives
+    ("styles", "shards"),  # which rows of the vocabulary are here
     ("metrics", "step"),  # shows StepStats
 }
 
