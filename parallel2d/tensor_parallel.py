@@ -23,9 +23,9 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, plan: Plan) -> 
     Parameters tied before stay tied. On a tp axis of size 1 the plan is only checked. No communication.
 
     Args:
-        plan: globs over dotted module names, `*` standing for one component; values are names of
-            `styles.STYLES` or ParallelStyle objects. A glob that matches nothing, or two that match
-            the same module, are errors.
+        plan: globs over dotted module names, `*` standing for one component, "" for the model
+            itself; values are names of `styles.STYLES` or ParallelStyle objects. A glob that matches
+            nothing, or two that match the same module, are errors.
     """
     styles = match_plan(model, plan)
     if tp_mesh.size() == 1:
@@ -50,7 +50,7 @@ def match_plan(model: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
     for glob, style in plan.items():
         if isinstance(style, str) and style not in STYLES:
             faults.append(f"plan entry {glob!r}: unknown style {style!r} (known: {', '.join(STYLES)})")
-        hits = [name for name in names if _matches(name, glob)]
+        hits = [name for name in names if _matches(name, glob)] if glob else [""]
         if not hits:
             near = difflib.get_close_matches(glob, names, n=3, cutoff=0.4)
             faults.append(

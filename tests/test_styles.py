@@ -43,6 +43,18 @@ class Stream(nn.Module):
         return self.head(x + self.inner(self.norm(x), 2.0))
 
 
+class Scaled(Stream):
+    """The model itself owns a parameter, which sees shares of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(1, 2, 6))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids) * self.scale
+        return self.head(x + self.inner(self.norm(x), 2.0))
+
+
 STREAM_PLAN = {
     "embedding": "vocab",
     "norm": "sequence",
@@ -58,6 +70,7 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, str], Tensor]] = {
         torch.randn(2, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
     ),
     "stream": (Stream, STREAM_PLAN, torch.arange(16).view(2, 8) % 11),
+    "scaled": (Scaled, {**STREAM_PLAN, "": "sequence"}, torch.arange(16).view(2, 8) % 11),
 }
 
 
@@ -74,7 +87,7 @@ def run_case(name: str, tp: int) -> tuple[Tensor, Tensor | None, dict[str, Tenso
         # Replicated outputs give each rank the whole loss; vocabulary shares give it a part.
         y.square().sum().backward()
         gradients = {n: whole(p.grad) for n, p in model.named_parameters()}
-        return gather_last(y.detach(), mesh) if name == "stream" else y.detach(), x.grad, gradients
+        return gather_last(y.detach(), mesh) if name != "mlp" else y.detach(), x.grad, gradients
 
 
 def whole(gradient: Tensor) -> Tensor:
