@@ -71,7 +71,6 @@ class Monitor:
         self.board.add_text("config", f"```yaml\n{config_text}```", run.start_step)
         self.lines = _continue_lines(folder / "metrics.jsonl", run.start_step).open("a", buffering=1)
         self.steps_since, self.tokens_since, self.seconds_since = 0, 0, 0.0
-        self.seconds_per_step: float | None = None
         self.began = 0.0
 
     def begin_step(self) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from parallel2d import UserError, launch
 from parallel2d.checkpoint.store import CheckpointStore
-from tests.ranks import RECIPE, ROOT, _free_port, run_ranks, run_recipe
+from tests.ranks import RECIPE, ROOT, _free_port, run_ranks, run_recipe, try_ranks
 
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 SMALL = ["--data.seq_len", "32", "--data.global_batch", "8", "--steps", "2", "--log.val_batches", "1"]
@@ -246,3 +246,17 @@ def test_machines_that_see_other_files_are_found_out():
         "resume_step is 7 on rank 0 and None on rank 2 (1 ranks differ): all machines must see the same files"
     )
     assert run_ranks(3, disagree) == [message] * 3
+
+
+def wait_for_a_rank_that_sleeps() -> None:
+    with launch.world(2, "cpu", timeout_s=2):
+        if dist.get_rank() == 1:
+            time.sleep(60)
+        dist.barrier()
+
+
+def test_a_collective_that_waits_longer_than_timeout_s_ends_the_run():
+    began = time.monotonic()
+    outcomes = try_ranks(2, wait_for_a_rank_that_sleeps)
+    assert outcomes[0].exitcode not in (0, -signal.SIGKILL)
+    assert time.monotonic() - began < 30

@@ -97,3 +97,20 @@ def test_bfloat16_compute_is_applied_on_one_process_too(curves):
     exact = curves(1, 1, 1, "--steps", "3")
     assert 1e-5 < worst_error(alone, exact) < 2e-2
     assert 1e-5 < worst_error(sharded, exact) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--optim.final", "0.9"),
+        ("--optim.beta1", "0.5"),
+        ("--optim.beta2", "0.5"),
+        ("--optim.weight_decay", "5"),
+        ("--optim.max_norm", "0.01"),
+        ("--precision.reduce", "bfloat16"),
+        ("--data.val_fraction", "0.3"),
+    ],
+)
+def test_each_knob_reaches_the_curve(curves, flag, value):
+    warmed_up = ("--optim.warmup_steps", "2")  # the default is as long as these runs: nothing would decay
+    assert curves(2, 1, 1, *warmed_up, flag, value) != curves(2, 1, 1, *warmed_up)
