@@ -8,9 +8,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.nn.modules.dropout import _DropoutNd
 
 from parallel2d.errors import UserError
-from parallel2d.styles import SEQUENCE_STYLES, STYLES, Colwise, ColwiseLocal, GatherSequence
+from parallel2d.styles import (
+    SEQUENCE_STYLES,
+    STYLE_NAMES,
+    Colwise,
+    ColwiseLocal,
+    GatherSequence,
+    Replicated,
+    style_of,
+)
 
 Plan = Mapping[str, str | ParallelStyle]
 
@@ -24,7 +33,7 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, plan: Plan) -> 
 
     Args:
         plan: globs over dotted module names, `*` standing for one component, "" for the model
-            itself; values are names of `styles.STYLES` or ParallelStyle objects. A glob that matches
+            itself; values are names of `styles.STYLE_NAMES` or ParallelStyle objects. A glob that matches
             nothing, or two that match the same module, are errors.
     """
     styles = match_plan(model, plan)
@@ -32,7 +41,7 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, plan: Plan) -> 
         return
     for name, module in model.named_modules():
         if name not in styles and any(True for _ in module.parameters(recurse=False)):
-            styles[name] = STYLES["replicated"]
+            styles[name] = Replicated()
     ties = _find_ties(model)
     for name, style in styles.items():
         try:
@@ -48,8 +57,8 @@ def match_plan(model: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
     matched: dict[str, str] = {}
     faults = []
     for glob, style in plan.items():
-        if isinstance(style, str) and style not in STYLES:
-            faults.append(f"plan entry {glob!r}: unknown style {style!r} (known: {', '.join(STYLES)})")
+        if isinstance(style, str) and style_of(style) is None:
+            faults.append(f"plan entry {glob!r}: unknown style {style!r} (known: {', '.join(STYLE_NAMES)})")
         hits = [name for name in names if _matches(name, glob)] if glob else [""]
         if not hits:
             near = difflib.get_close_matches(glob, names, n=3, cutoff=0.4)
@@ -79,18 +88,21 @@ def _require_gathers(styles: Mapping[str, ParallelStyle]) -> None:
 
 
 def _require_all_named(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
-    """Where activations are split by sequence, a weight that is only `replicated` gets a wrong gradient."""
+    """Where activations are split by sequence, a weight that is only `replicated` gets a wrong gradient,
+    and dropout that no style knows of would repeat its mask on each share."""
     if not any(isinstance(style, SEQUENCE_STYLES) for style in styles.values()):
         return
     unnamed = [
         name or "the model itself"
         for name, module in model.named_modules()
-        if name not in styles and any(True for _ in module.parameters(recurse=False))
+        if name not in styles
+        and (any(True for _ in module.parameters(recurse=False)) or isinstance(module, _DropoutNd))
     ]
     if unnamed:
         raise UserError(
             f"a plan that splits the sequence must name every module with parameters, as `sequence` (it sees "
-            f"a share of the positions or of the heads) or `replicated` (the same on each rank); "
+            f"a share of the positions or of the heads) or `replicated` (the same on each rank), and every "
+            f"dropout, as `sharded_dropout` or `replicated`; "
             f"it leaves out {', '.join(unnamed[:10])}{', …' if len(unnamed) > 10 else ''}"
         )
 
@@ -101,7 +113,9 @@ def _matches(name: str, glob: str) -> bool:
 
 
 def _style(style: str | ParallelStyle) -> ParallelStyle:
-    return STYLES[style] if isinstance(style, str) else style
+    found = style_of(style) if isinstance(style, str) else style
+    assert found is not None, "match_plan has refused unknown names"
+    return found
 
 
 def _find_ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
