@@ -6,7 +6,6 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -20,6 +19,7 @@ from parallel2d.styles import (
     Replicated,
     style_of,
 )
+from parallel2d.ties import find_ties, restore_ties
 
 Plan = Mapping[str, str | ParallelStyle]
 
@@ -42,13 +42,13 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, plan: Plan) -> 
     for name, module in model.named_modules():
         if name not in styles and any(True for _ in module.parameters(recurse=False)):
             styles[name] = Replicated()
-    ties = _find_ties(model)
+    ties = find_ties(model)
     for name, style in styles.items():
         try:
             parallelize_module(model.get_submodule(name), tp_mesh, style)
         except UserError as error:
             raise UserError(f"{name or 'the model itself'}: {error}") from None
-    _restore_ties(ties)
+    restore_ties(ties)
 
 
 def match_plan(model: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
@@ -107,6 +107,12 @@ def _require_all_named(model: nn.Module, styles: Mapping[str, ParallelStyle]) ->
         )
 
 
+def entry_of(plan: Plan, name: str) -> str:
+    """The entry of a plan that decides for a module, for people."""
+    globs = [glob for glob in plan if (_matches(name, glob) if glob else not name)]
+    return f"plan entry {globs[0]!r}: {plan[globs[0]]}" if globs else "not in the plan: replicated"
+
+
 def _matches(name: str, glob: str) -> bool:
     parts, globs = name.split("."), glob.split(".")
     return len(parts) == len(globs) and all(map(fnmatchcase, parts, globs))
@@ -116,28 +122,3 @@ def _style(style: str | ParallelStyle) -> ParallelStyle:
     found = style_of(style) if isinstance(style, str) else style
     assert found is not None, "match_plan has refused unknown names"
     return found
-
-
-def _find_ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Groups of (module, attribute) that hold one and the same parameter."""
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(parameter, []).append((module, name))
-    return [group for group in owners.values() if len(group) > 1]
-
-
-def _restore_ties(ties: list[list[tuple[nn.Module, str]]]) -> None:
-    """Sharding replaced each occurrence by a DTensor of its own: make them one again."""
-    for (first_module, first_name), *others in ties:
-        first = first_module._parameters[first_name]
-        for module, name in others:
-            other = module._parameters[name]
-            if not isinstance(first, DTensor) or not isinstance(other, DTensor):
-                raise TypeError("tied parameters must both be sharded")
-            if first.placements != other.placements:
-                raise UserError(
-                    f"a parameter tied between two modules needs the same split in both, "
-                    f"not {first.placements} and {other.placements}"
-                )
-            module._parameters[name] = first
