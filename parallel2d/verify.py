@@ -111,15 +111,18 @@ def _place(trial: Trial, template: Model, report: Report, mesh: DeviceMesh) -> s
     for tensor in (*reference.parameters(), *reference.buffers()):
         dist.broadcast(tensor.detach(), src=0)
     model, plan = _on_mesh(trial, template, mesh)
-    wrong = first_wrong_output(model, reference, _share(trial.batches[0][0], mesh), mesh["tp"])
-    if wrong is not None:
-        return f"forward: the first output that differs is that of {_named(wrong, plan)}"
-    found = first_wrong_gradient([(p.parameter, p.gradient) for p in report.parameters], TOLERANCE)
-    if found is None:
+    wrong_output = first_wrong_output(model, reference, _share(trial.batches[0][0], mesh), mesh["tp"])
+    if wrong_output is not None:
+        right, wrong = wrong_output
+        before = "" if right is None else f"agree up to {_named(right, plan)}; "
+        return f"forward: outputs {before}the first that differs is that of {_named(wrong, plan)}"
+    errors = [(p.parameter, p.gradient) for p in report.parameters]
+    wrong_gradient = first_wrong_gradient(errors, TOLERANCE)
+    if wrong_gradient is None:
         return "forward and gradients of step 1 agree: what differs comes later"
-    right, wrong = found
-    after = f"agree from the loss back to {_named(_owner(right), plan)} and" if right else ""
-    return f"forward agrees; gradients {after} differ first in {_named(_owner(wrong), plan)}"
+    right, wrong = wrong_gradient
+    back = "" if right is None else f"agree from the loss back to {_named(_owner(right), plan)}; "
+    return f"forward agrees; gradients {back}the first that differs is in {_named(_owner(wrong), plan)}"
 
 
 def _owner(parameter: str) -> str:
