@@ -1,15 +1,19 @@
-"""Llama: configuration, modules, model, tensor-parallel plan; written for one device.
+"""Llama and its relatives: configuration, modules, model, tensor-parallel plan; written for one device.
 
 Under a plan the same code sees shares: shape comments say `s/tp` and `h/tp` where a rank holds a
-part, and tp is 1 on one device. Paper: arXiv:2307.09288 (Llama 2), arXiv:2407.21783 (Llama 3).
+part, and tp is 1 on one device. Papers: arXiv:2307.09288 (Llama 2), arXiv:2407.21783 (Llama 3);
+biases make it Qwen2 (arXiv:2407.10671), the norm of queries and keys Qwen3 (arXiv:2505.09388), the
+sliding window Mistral (arXiv:2310.06825).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+
+from .rope import RopeScaling, rotary_table, rotate
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,15 @@ class LlamaConfig:
         head_dim: size of one head; 0 means width / num_heads.
         ffn_width: hidden size of the feed-forward layers.
         rope_theta: base of the rotary frequencies.
+        rope_scaling: how they are lowered for long contexts.
         norm_eps: epsilon of the RMS norms.
         init_std: standard deviation of the initial weights.
         tie_embeddings: one matrix for the embedding and the output head.
+        qkv_bias: biases of the query, key and value projections.
+        o_bias: bias of the attention's output projection.
+        ffn_bias: biases of the feed-forward layers.
+        qk_norm: an RMS norm of each query and key head.
+        sliding_window: a position sees itself and this many less one before it; 0: all.
     """
 
     vocab_size: int = 256
@@ -41,6 +51,12 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     init_std: float = 0.02
     tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    ffn_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int = 0
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
 
     @property
     def key_width(self) -> int:
@@ -57,9 +73,10 @@ class LlamaConfig:
         found += [f"model.rope_theta {self.rope_theta} is not positive"] if self.rope_theta <= 0 else []
         found += [
             f"model.{name} {value} is negative"
-            for name in ("head_dim", "init_std", "norm_eps")
+            for name in ("head_dim", "init_std", "norm_eps", "sliding_window")
             if (value := getattr(self, name)) < 0
         ]
+        found += self.rope_scaling.problems()
         if found:
             return found
         if not self.head_dim and self.width % self.num_heads:
@@ -68,11 +85,25 @@ class LlamaConfig:
             found.append(f"head size {self.key_width} is odd: rotary embeddings need an even one")
         if self.num_heads % self.num_kv_heads:
             found.append(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}")
-        for name in ("num_heads", "num_kv_heads", "ffn_width"):
-            size = getattr(self, name)
-            if size % tp:
+        return found + self._problems_of_tp(tp)
+
+    def _problems_of_tp(self, tp: int) -> list[str]:
+        found = []
+        for name in ("num_heads", "ffn_width"):
+            if getattr(self, name) % tp:
+                size = getattr(self, name)
                 fits = ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
                 found.append(f"{name} {size} is not divisible by tp {tp}: use tp {fits}")
+        # Fewer key/value heads than ranks are shared by neighbours, each head by equally many.
+        if self.num_kv_heads % tp and tp % self.num_kv_heads:
+            sizes = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            fits = ", ".join(
+                str(n) for n in sizes if self.num_kv_heads % n == 0 or n % self.num_kv_heads == 0
+            )
+            found.append(
+                f"num_kv_heads {self.num_kv_heads} neither divides tp {tp} nor is divisible by it: "
+                f"use tp {fits}"
+            )
         # Every rank must hold at least one row of the vocabulary, by DTensor's ⌈v/tp⌉ split.
         if -(-self.vocab_size // tp) * (tp - 1) >= self.vocab_size:
             found.append(f"vocab_size {self.vocab_size} leaves ranks of tp {tp} without a row")
@@ -88,14 +119,16 @@ PRESETS = {
 
 
 class Linear(nn.Linear):
-    """nn.Linear without bias, with normal initial weights."""
+    """nn.Linear with normal initial weights; its bias, if any, starts at zero."""
 
-    def __init__(self, in_features: int, out_features: int, std: float) -> None:
+    def __init__(self, in_features: int, out_features: int, std: float, bias: bool = False) -> None:
         self.std = std
-        super().__init__(in_features, out_features, bias=False)
+        super().__init__(in_features, out_features, bias)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -109,6 +142,19 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.std)
 
 
+@dataclass(frozen=True)
+class Positions:
+    """What attention knows of positions: cos and sin of the rotary angles, and who sees whom.
+
+    cos, sin: (s, k), float32. mask: (s, s), true where the row's position sees the column's; None:
+    all up to itself.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped key/value heads."""
 
@@ -116,19 +162,21 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.key_width
         queries, keys = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
-        self.q = Linear(config.width, queries, config.init_std)
-        self.k = Linear(config.width, keys, config.init_std)
-        self.v = Linear(config.width, keys, config.init_std)
-        self.o = Linear(queries, config.width, residual_std(config))
+        self.q = Linear(config.width, queries, config.init_std, config.qkv_bias)
+        self.k = Linear(config.width, keys, config.init_std, config.qkv_bias)
+        self.v = Linear(config.width, keys, config.init_std, config.qkv_bias)
+        self.o = Linear(queries, config.width, residual_std(config), config.o_bias)
+        self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, at: Positions) -> Tensor:
         # x: (b, s, d) -> (b, s/tp, d). Heads are counted from what the projections return: h/tp of them.
         q, k, v = (
             rearrange(y, "b s (h k) -> b h s k", k=self.head_dim) for y in (self.q(x), self.k(x), self.v(x))
         )
-        q, k = rotate(q, rope), rotate(k, rope)
+        q, k = rotate(self.q_norm(q), at.cos, at.sin), rotate(self.k_norm(k), at.cos, at.sin)
         grouped = q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        y = F.scaled_dot_product_attention(q, k, v, at.mask, is_causal=at.mask is None, enable_gqa=grouped)
         return self.o(rearrange(y, "b h s k -> b s (h k)"))
 
 
@@ -137,9 +185,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate = Linear(config.width, config.ffn_width, config.init_std)
-        self.up = Linear(config.width, config.ffn_width, config.init_std)
-        self.down = Linear(config.ffn_width, config.width, residual_std(config))
+        self.gate = Linear(config.width, config.ffn_width, config.init_std, config.ffn_bias)
+        self.up = Linear(config.width, config.ffn_width, config.init_std, config.ffn_bias)
+        self.down = Linear(config.ffn_width, config.width, residual_std(config), config.ffn_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         # (b, s, d) -> (b, s, f/tp) -> (b, s/tp, d)
@@ -156,9 +204,9 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.width, config.norm_eps)
         self.ffn = FeedForward(config)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, at: Positions) -> Tensor:
         # (b, s/tp, d) -> (b, s/tp, d)
-        x = x + self.attention(self.attention_norm(x), rope)
+        x = x + self.attention(self.attention_norm(x), at)
         return x + self.ffn(self.ffn_norm(x))
 
 
@@ -176,19 +224,22 @@ class Llama(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        rope = rotary_table(ids.shape[1], self.config.key_width, self.config.rope_theta, ids.device)
+        at = positions(ids.shape[1], self.config, ids.device)
         x = self.embedding(ids)
         for block in self.blocks:
-            x = block(x, rope)
+            x = block(x, at)
         return self.head(self.norm(x))
 
     def tp_plan(self) -> dict[str, str]:
         """How each module is split over tp, and what it sends (parallel2d/styles.py)."""
+        head_norms = {"blocks.*.attention.[qk]_norm": "sequence"} if self.config.qk_norm else {}
         return {
             "embedding": "vocab",
             "blocks.*.attention_norm": "sequence",
             "blocks.*.attention": "gather_sequence",
-            "blocks.*.attention.[qkv]": "colwise_local",
+            "blocks.*.attention.q": "colwise_local",
+            "blocks.*.attention.[kv]": f"kv_heads({self.config.key_width})",
+            **head_norms,
             "blocks.*.attention.o": "rowwise_scatter",
             "blocks.*.ffn_norm": "sequence",
             "blocks.*.ffn": "gather_sequence",
@@ -203,14 +254,15 @@ class Llama(nn.Module):
         """Floating-point operations of forward and backward per token.
 
         6 per weight of a matrix product, the head's included (tied or not), the embedding's lookup
-        not; plus attention's 12 × layers × heads × head size × sequence, causal masking not deducted
+        not; plus attention's 12 × layers × heads × head size × positions seen, causal masking not deducted
         (PaLM, arXiv:2204.02311, appendix B).
         """
         c = self.config
         attention = c.width * c.key_width * (2 * c.num_heads + 2 * c.num_kv_heads)
         per_layer = attention + 3 * c.width * c.ffn_width
         matmul_weights = c.num_layers * per_layer + c.width * c.vocab_size
-        return 6 * matmul_weights + 12 * c.num_layers * c.num_heads * c.key_width * seq_len
+        seen = min(seq_len, c.sliding_window or seq_len)
+        return 6 * matmul_weights + 12 * c.num_layers * c.num_heads * c.key_width * seen
 
 
 def residual_std(config: LlamaConfig) -> float:
@@ -218,19 +270,14 @@ def residual_std(config: LlamaConfig) -> float:
     return config.init_std / (2 * config.num_layers) ** 0.5
 
 
-def rotary_table(seq_len: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, each (s, k), float32 (arXiv:2104.09864).
+def positions(seq_len: int, config: LlamaConfig, device: torch.device) -> Positions:
+    """Rotary angles and mask of a sequence.
 
     Computed anew in each forward: a buffer would have to survive meta, dtype casts and checkpoints.
     """
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), frequencies)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate pairs (i, i + k/2) of each head: (b, h, s, k) -> (b, h, s, k), in at least float32."""
-    cos, sin = rope
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    cos, sin = rotary_table(seq_len, config.key_width, config.rope_theta, config.rope_scaling, device)
+    if not 0 < config.sliding_window < seq_len:
+        return Positions(cos, sin, mask=None)
+    index = torch.arange(seq_len, device=device)
+    back = index.unsqueeze(1) - index
+    return Positions(cos, sin, (back >= 0) & (back < config.sliding_window))

@@ -33,7 +33,7 @@ def generate(
     with inference(model):
         for _ in range(num_tokens):
             window = ids[:, -context:]
-            padding = -window.shape[1] % vocab.mesh.size()
+            padding = -window.shape[1] % vocab.ranks
             logits = model(nn.functional.pad(window, (0, padding)))[:, window.shape[1] - 1]
             whole = gather_vocab(logits, vocab).float()
             ids = torch.cat((ids, _choose(whole, temperature, generator)), dim=1)

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from parallel2d.errors import UserError
 from parallel2d.seeds import seed_of
 from parallel2d.shards import local_box
+from parallel2d.ties import find_ties, restore_ties
 
 
 def init_weights(model: nn.Module, device: torch.device, seed: int) -> None:
@@ -21,7 +22,9 @@ def init_weights(model: nn.Module, device: torch.device, seed: int) -> None:
     No communication.
     """
     _require_reset_parameters(model)
+    ties = find_ties(model)
     model.to_empty(device=device)
+    restore_ties(ties)
     done: set[nn.Parameter] = set()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():

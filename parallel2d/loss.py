@@ -15,17 +15,26 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The token ids [start, stop) whose logits this rank holds; the other tp ranks hold the rest."""
+    """The token ids [start, stop) whose logits this rank holds; the other ranks of the mesh hold the rest."""
 
     start: int
     stop: int
     vocab_size: int
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None
 
     @classmethod
     def of(cls, vocab_size: int, tp_mesh: DeviceMesh) -> "VocabShard":
         bounds = share_of(vocab_size, tp_mesh.size(), tp_mesh.get_local_rank())
         return cls(*bounds, vocab_size, tp_mesh)
+
+    @classmethod
+    def whole(cls, vocab_size: int) -> "VocabShard":
+        """Of a model whose logits are whole on every rank."""
+        return cls(0, vocab_size, vocab_size, mesh=None)
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size()
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, vocab: VocabShard) -> Tensor:
@@ -43,10 +52,9 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, vocab: VocabShard) -> Ten
 
 def gather_vocab(logits: Tensor, vocab: VocabShard) -> Tensor:
     """(…, v/tp) -> (…, v), without gradient. One all-gather, padded to the largest share."""
-    size = vocab.mesh.size()
-    if size == 1:
+    if vocab.mesh is None or vocab.ranks == 1:
         return logits
-    share = -(-vocab.vocab_size // size)
+    share = -(-vocab.vocab_size // vocab.ranks)
     padded = logits.new_full((*logits.shape[:-1], share), -torch.inf)
     padded[..., : logits.shape[-1]] = logits
     return all_gather(padded, vocab.mesh.get_group()).movedim(0, -2).flatten(-2)[..., : vocab.vocab_size]
@@ -84,9 +92,9 @@ def _at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _combine(local: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+def _combine(local: Tensor, mesh: DeviceMesh | None) -> tuple[Tensor, Tensor]:
     """Each rank's (log-sum-exp, target logit), (2, n) -> those of the whole vocabulary, (n,) and (n,)."""
-    if mesh.size() == 1:
+    if mesh is None or mesh.size() == 1:
         return local[0], local[1]
     parts = all_gather(local, mesh.get_group())
     return torch.logsumexp(parts[:, 0], dim=0), parts[:, 1].sum(dim=0)

@@ -9,14 +9,14 @@ sequence parallelism (arXiv:2205.05198, section 4.2.2).
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from parallel2d.collectives import (
@@ -26,44 +26,9 @@ from parallel2d.collectives import (
     sum_output,
 )
 from parallel2d.errors import UserError
+from parallel2d.local_weights import distribute, local, local_bias, local_parameters
+from parallel2d.seeds import random_branch
 from parallel2d.shards import share_of
-
-
-def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
-    """Turn the module's own parameters into DTensors on the tp mesh. No communication."""
-    for name, placement in placements.items():
-        parameter = module._parameters.get(name)
-        if parameter is None:
-            continue
-        shared = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(shared, requires_grad=parameter.requires_grad))
-
-
-def _local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
-    """This rank's share of a weight; `gradient`: what its gradient is over tp (default: the same layout)."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    return parameter.to_local(grad_placements=None if gradient is None else [gradient])
-
-
-def _local_bias(module: nn.Linear, gradient: Placement | None = None) -> Tensor | None:
-    return None if module.bias is None else _local(module.bias, gradient)
-
-
-@contextmanager
-def _local_parameters(module: nn.Module, gradient: Placement) -> Iterator[None]:
-    """Let the module's own code see local tensors where its parameters are.
-
-    An instance attribute shadows the entry in `_parameters`, which stays as FSDP and the optimizer know it.
-    """
-    shown = {name: _local(p, gradient) for name, p in module._parameters.items() if p is not None}
-    module.__dict__.update(shown)
-    try:
-        yield
-    finally:
-        for name in shown:
-            del module.__dict__[name]
-
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -98,11 +63,11 @@ class Colwise(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = _require(self, module, nn.Linear)
         _require_divisible("number of output features", module.out_features, device_mesh)
-        _distribute(module, device_mesh, weight=Shard(0), bias=Shard(0))
+        distribute(module, device_mesh, weight=Shard(0), bias=Shard(0))
         return _with_forward(module, functools.partial(self.forward, module, device_mesh))
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
-        return F.linear(sum_gradient(x, mesh), _local(module.weight), _local_bias(module))
+        return F.linear(sum_gradient(x, mesh), local(module.weight), local_bias(module))
 
 
 class ColwiseLocal(Colwise):
@@ -112,7 +77,41 @@ class ColwiseLocal(Colwise):
     """
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
-        return F.linear(x, _local(module.weight), _local_bias(module))
+        return F.linear(x, local(module.weight), local_bias(module))
+
+
+class KvHeads(ColwiseLocal):
+    """Colwise_local for key and value projections, whose heads may be fewer than tp.
+
+    Where tp divides the heads h, each rank holds and returns h/tp of them. Where h divides tp, the
+    weight stays whole, (h k, d), and tp/h neighbours return the same head: (b, s, d) -> (b, s, k).
+    Forward: nothing; backward: nothing, or with a whole weight one all-reduce for it (and one for its bias).
+    """
+
+    def __init__(self, head_dim: int) -> None:
+        self.head_dim = head_dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = _require(self, module, nn.Linear)
+        heads, rest = divmod(module.out_features, self.head_dim)
+        tp = device_mesh.size()
+        if rest or (heads % tp and tp % heads):
+            raise UserError(
+                f"{module.out_features} features are not heads of {self.head_dim}"
+                if rest
+                else f"number of key/value heads {heads} neither divides tp {tp} nor is divisible by it"
+            )
+        if heads % tp == 0:
+            return super()._apply(module, device_mesh)
+        distribute(module, device_mesh, weight=Replicate(), bias=Replicate())
+        head = device_mesh.get_local_rank() * heads // tp
+        mine = slice(head * self.head_dim, (head + 1) * self.head_dim)
+        return _with_forward(module, functools.partial(self._forward_one_head, module, mine))
+
+    def _forward_one_head(self, module: nn.Linear, mine: slice, x: Tensor) -> Tensor:
+        # Each rank's gradient covers its own head, and of that what its own queries contribute.
+        bias = local_bias(module, Partial())
+        return F.linear(x, local(module.weight, Partial())[mine], None if bias is None else bias[mine])
 
 
 class Rowwise(ParallelStyle):
@@ -124,13 +123,13 @@ class Rowwise(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = _require(self, module, nn.Linear)
         _require_divisible("number of input features", module.in_features, device_mesh)
-        _distribute(module, device_mesh, weight=Shard(1), bias=Replicate())
+        distribute(module, device_mesh, weight=Shard(1), bias=Replicate())
         return _with_forward(module, functools.partial(self.forward, module, device_mesh))
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
         # The bias is added after the sum: inside it, it would be counted tp times.
-        y = sum_output(F.linear(x, _local(module.weight)), mesh)
-        bias = _local_bias(module)
+        y = sum_output(F.linear(x, local(module.weight)), mesh)
+        bias = local_bias(module)
         return y if bias is None else y + bias
 
 
@@ -141,9 +140,9 @@ class RowwiseScatter(Rowwise):
     """
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
-        y = scatter_sequence(F.linear(x, _local(module.weight)), mesh)
+        y = scatter_sequence(F.linear(x, local(module.weight)), mesh)
         # Each rank adds the bias to its own tokens only.
-        bias = _local_bias(module, Partial())
+        bias = local_bias(module, Partial())
         return y if bias is None else y + bias
 
 
@@ -179,13 +178,13 @@ class Replicated(ParallelStyle):
     gradient: Placement = Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, **{name: Replicate() for name in module._parameters})
+        distribute(module, device_mesh, **{name: Replicate() for name in module._parameters})
         return _with_forward(module, self._with_local_parameters(module, module.forward))
 
     def _with_local_parameters(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with _local_parameters(module, self.gradient):
+            with local_parameters(module, self.gradient):
                 return forward(*args, **kwargs)
 
         return wrapped
@@ -201,6 +200,27 @@ class Sequence(Replicated):
     gradient = Partial()
 
 
+class ShardedDropout(ParallelStyle):
+    """A module without parameters that draws random numbers for a share of positions or heads.
+
+    tp peers draw different numbers; without this style they draw the same, as they must where each
+    holds the whole activation. Forward: nothing; backward: nothing.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if any(True for _ in module.parameters()):
+            raise UserError("sharded_dropout is for modules without parameters")
+        whole = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not module.training:
+                return whole(*args, **kwargs)
+            with random_branch(device_mesh.get_local_rank(), device_mesh.device_type):
+                return whole(*args, **kwargs)
+
+        return _with_forward(module, forward)
+
+
 class Vocab(ParallelStyle):
     """nn.Embedding with its rows split: ids (b, s), the same on every rank -> (b, s/tp, d), weight (v/tp, d).
 
@@ -214,14 +234,14 @@ class Vocab(ParallelStyle):
             raise UserError(
                 "style vocab is for nn.Embedding without padding_idx, max_norm, scale_grad_by_freq, sparse"
             )
-        _distribute(module, device_mesh, weight=Shard(0))
+        distribute(module, device_mesh, weight=Shard(0))
         bounds = share_of(module.num_embeddings, device_mesh.size(), device_mesh.get_local_rank())
         return _with_forward(module, functools.partial(self.forward, module, device_mesh, bounds))
 
     def forward(self, module: nn.Embedding, mesh: DeviceMesh, bounds: tuple[int, int], ids: Tensor) -> Tensor:
         start, stop = bounds
         elsewhere = (ids < start) | (ids >= stop)
-        rows = F.embedding((ids - start).masked_fill(elsewhere, 0), _local(module.weight))
+        rows = F.embedding((ids - start).masked_fill(elsewhere, 0), local(module.weight))
         return scatter_sequence(rows.masked_fill(elsewhere.unsqueeze(-1), 0), mesh)
 
 
@@ -233,14 +253,14 @@ class VocabHead(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = _require(self, module, nn.Linear)
-        _distribute(module, device_mesh, weight=Shard(0), bias=Shard(0))
+        distribute(module, device_mesh, weight=Shard(0), bias=Shard(0))
         return _with_forward(module, functools.partial(self.forward, module, device_mesh))
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
-        return F.linear(gather_sequence(x, mesh), _local(module.weight), _local_bias(module))
+        return F.linear(gather_sequence(x, mesh), local(module.weight), local_bias(module))
 
 
-STYLES: dict[str, ParallelStyle] = {
+_STYLES: dict[str, ParallelStyle] = {
     "colwise": Colwise(),
     "colwise_local": ColwiseLocal(),
     "rowwise": Rowwise(),
@@ -248,9 +268,19 @@ STYLES: dict[str, ParallelStyle] = {
     "gather_sequence": GatherSequence(),
     "replicated": Replicated(),
     "sequence": Sequence(),
+    "sharded_dropout": ShardedDropout(),
     "vocab": Vocab(),
     "vocab_head": VocabHead(),
 }
+
+STYLE_NAMES = (*_STYLES, "kv_heads(HEAD_DIM)")
+
+
+def style_of(name: str) -> ParallelStyle | None:
+    """The style of that name, or None."""
+    heads = re.fullmatch(r"kv_heads\(([1-9]\d*)\)", name)
+    return KvHeads(int(heads[1])) if heads else _STYLES.get(name)
+
 
 # The styles after which a rank holds only some positions of the sequence.
 SEQUENCE_STYLES = (GatherSequence, RowwiseScatter, Sequence, Vocab, VocabHead)

@@ -6,11 +6,20 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.nn.modules.dropout import _DropoutNd
 
 from parallel2d.errors import UserError
-from parallel2d.styles import SEQUENCE_STYLES, STYLES, Colwise, ColwiseLocal, GatherSequence
+from parallel2d.styles import (
+    SEQUENCE_STYLES,
+    STYLE_NAMES,
+    Colwise,
+    ColwiseLocal,
+    GatherSequence,
+    Replicated,
+    style_of,
+)
+from parallel2d.ties import find_ties, restore_ties
 
 Plan = Mapping[str, str | ParallelStyle]
 
@@ -24,7 +33,7 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, plan: Plan) -> 
 
     Args:
         plan: globs over dotted module names, `*` standing for one component, "" for the model
-            itself; values are names of `styles.STYLES` or ParallelStyle objects. A glob that matches
+            itself; values are names of `styles.STYLE_NAMES` or ParallelStyle objects. A glob that matches
             nothing, or two that match the same module, are errors.
     """
     styles = match_plan(model, plan)
@@ -32,14 +41,14 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, plan: Plan) -> 
         return
     for name, module in model.named_modules():
         if name not in styles and any(True for _ in module.parameters(recurse=False)):
-            styles[name] = STYLES["replicated"]
-    ties = _find_ties(model)
+            styles[name] = Replicated()
+    ties = find_ties(model)
     for name, style in styles.items():
         try:
             parallelize_module(model.get_submodule(name), tp_mesh, style)
         except UserError as error:
             raise UserError(f"{name or 'the model itself'}: {error}") from None
-    _restore_ties(ties)
+    restore_ties(ties)
 
 
 def match_plan(model: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
@@ -48,8 +57,8 @@ def match_plan(model: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
     matched: dict[str, str] = {}
     faults = []
     for glob, style in plan.items():
-        if isinstance(style, str) and style not in STYLES:
-            faults.append(f"plan entry {glob!r}: unknown style {style!r} (known: {', '.join(STYLES)})")
+        if isinstance(style, str) and style_of(style) is None:
+            faults.append(f"plan entry {glob!r}: unknown style {style!r} (known: {', '.join(STYLE_NAMES)})")
         hits = [name for name in names if _matches(name, glob)] if glob else [""]
         if not hits:
             near = difflib.get_close_matches(glob, names, n=3, cutoff=0.4)
@@ -79,20 +88,29 @@ def _require_gathers(styles: Mapping[str, ParallelStyle]) -> None:
 
 
 def _require_all_named(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
-    """Where activations are split by sequence, a weight that is only `replicated` gets a wrong gradient."""
+    """Where activations are split by sequence, a weight that is only `replicated` gets a wrong gradient,
+    and dropout that no style knows of would repeat its mask on each share."""
     if not any(isinstance(style, SEQUENCE_STYLES) for style in styles.values()):
         return
     unnamed = [
         name or "the model itself"
         for name, module in model.named_modules()
-        if name not in styles and any(True for _ in module.parameters(recurse=False))
+        if name not in styles
+        and (any(True for _ in module.parameters(recurse=False)) or isinstance(module, _DropoutNd))
     ]
     if unnamed:
         raise UserError(
             f"a plan that splits the sequence must name every module with parameters, as `sequence` (it sees "
-            f"a share of the positions or of the heads) or `replicated` (the same on each rank); "
+            f"a share of the positions or of the heads) or `replicated` (the same on each rank), and every "
+            f"dropout, as `sharded_dropout` or `replicated`; "
             f"it leaves out {', '.join(unnamed[:10])}{', …' if len(unnamed) > 10 else ''}"
         )
+
+
+def entry_of(plan: Plan, name: str) -> str:
+    """The entry of a plan that decides for a module, for people."""
+    globs = [glob for glob in plan if (_matches(name, glob) if glob else not name)]
+    return f"plan entry {globs[0]!r}: {plan[globs[0]]}" if globs else "not in the plan: replicated"
 
 
 def _matches(name: str, glob: str) -> bool:
@@ -101,29 +119,6 @@ def _matches(name: str, glob: str) -> bool:
 
 
 def _style(style: str | ParallelStyle) -> ParallelStyle:
-    return STYLES[style] if isinstance(style, str) else style
-
-
-def _find_ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Groups of (module, attribute) that hold one and the same parameter."""
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(parameter, []).append((module, name))
-    return [group for group in owners.values() if len(group) > 1]
-
-
-def _restore_ties(ties: list[list[tuple[nn.Module, str]]]) -> None:
-    """Sharding replaced each occurrence by a DTensor of its own: make them one again."""
-    for (first_module, first_name), *others in ties:
-        first = first_module._parameters[first_name]
-        for module, name in others:
-            other = module._parameters[name]
-            if not isinstance(first, DTensor) or not isinstance(other, DTensor):
-                raise TypeError("tied parameters must both be sharded")
-            if first.placements != other.placements:
-                raise UserError(
-                    f"a parameter tied between two modules needs the same split in both, "
-                    f"not {first.placements} and {other.placements}"
-                )
-            module._parameters[name] = first
+    found = style_of(style) if isinstance(style, str) else style
+    assert found is not None, "match_plan has refused unknown names"
+    return found

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from parallel2d.models.llama import PRESETS, LlamaConfig
+from parallel2d.models.rope import RopeScaling
 
 from parallel2d import UserError
 from parallel2d.config import RunConfig
@@ -137,7 +138,12 @@ def test_dtypes_follow_the_device(load):
             2,
             "num_heads 9 is not divisible by tp 2: use tp 1, 3, 9",
         ),
-        ({"num_kv_heads": 2}, 4, "num_kv_heads 2 is not divisible by tp 4: use tp 1, 2"),
+        (
+            {"num_heads": 12, "head_dim": 4, "num_kv_heads": 6},
+            4,
+            "num_kv_heads 6 neither divides tp 4 nor is divisible by it: use tp 1, 2, 3, 6, 12",
+        ),
+        ({"rope_scaling": RopeScaling("linear", 0.0)}, 1, "model.rope_scaling.factor 0.0 is not positive"),
         ({"num_kv_heads": 3}, 1, "num_heads 8 is not divisible by num_kv_heads 3"),
         ({"width": 100}, 1, "model.width 100 is not divisible by model.num_heads 8"),
         ({"head_dim": 5}, 1, "head size 5 is odd"),

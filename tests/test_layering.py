@@ -9,15 +9,20 @@ from tests.ranks import ROOT
 
 LAYERS = [
     {"errors"},
-    {"seeds", "shards", "mesh", "collectives", "styles"},
+    {"seeds", "shards", "mesh", "collectives", "local_weights", "ties", "styles"},
     {"config", "run_folder", "launch", "tensor_parallel", "fsdp", "init", "data", "loss", "optim"},
-    {"flags", "step", "generate", "parallelize", "checkpoint", "metrics", "ledger"},
+    {"flags", "step", "generate", "parallelize", "checkpoint", "metrics", "ledger", "report"},
+    {"locate", "verify"},
+    {"cli"},
 ]
 # Within a layer: who may use whom, with the reason.
 ALSO = {
     ("styles", "collectives"),  # a style is a split and its collectives
+    ("styles", "local_weights"),
     ("styles", "shards"),  # which rows of the vocabulary are here
+    ("styles", "seeds"),  # what dropout on a share draws
     ("metrics", "step"),  # shows StepStats
+    ("verify", "locate"),  # asks where, once it knows that
 }
 
 

@@ -1,0 +1,83 @@
+"""What a comparison of two runs found, for people and as data."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+TOLERANCE = 1e-9
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one parameter: largest error, relative to its largest value, of first gradient and last weight."""
+
+    parameter: str
+    plan_entry: str
+    gradient: float
+    weight: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """Largest relative errors of a mesh against one process, over all steps.
+
+    place: where a difference begins, in words; empty where there is none.
+    """
+
+    mesh: str
+    steps: int
+    loss: float
+    grad_norm: float
+    parameters: list[Difference]
+    place: str = ""
+
+    @property
+    def same(self) -> bool:
+        return not self.place and not self.differing and max(self.loss, self.grad_norm) < TOLERANCE
+
+    @property
+    def differing(self) -> list[Difference]:
+        """Parameters above the tolerance; a NaN is."""
+        return [p for p in self.parameters if not max(p.gradient, p.weight) < TOLERANCE]
+
+    def worst(self, what: str) -> tuple[float, str]:
+        """(largest error, its parameter); what: "gradient" or "weight"."""
+        return max(((getattr(p, what), p.parameter) for p in self.parameters), default=(0.0, ""))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: `parameters` are those that differ."""
+        return {
+            "same": self.same,
+            "tolerance": TOLERANCE,
+            "mesh": self.mesh,
+            "steps": self.steps,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "gradients": self.worst("gradient")[0],
+            "weights": self.worst("weight")[0],
+            "place": self.place,
+            "parameters": [asdict(p) for p in self.differing],
+        }
+
+    def __str__(self) -> str:
+        rows = [
+            ("loss", self.loss, ""),
+            ("gradient norm", self.grad_norm, ""),
+            ("gradients of step 1", *self.worst("gradient")),
+            (f"weights after step {self.steps}", *self.worst("weight")),
+        ]
+        lines = [f"{self.mesh} against one process, float64{'largest relative error':>28}"]
+        lines += [f"{what:38}{error:>12.1e}   {where}".rstrip() for what, error, where in rows]
+        lines += self._differing_lines()
+        verdict = "same numbers" if self.same else "NOT the same numbers"
+        return "\n".join([*lines, f"{verdict} (tolerance {TOLERANCE:.0e})"])
+
+    def _differing_lines(self) -> list[str]:
+        lines = [f"{self.place}"] if self.place else []
+        if self.differing:
+            lines.append(f"{'parameter that differs':38}{'gradient':>12}{'weight':>12}   decided by")
+        for p in self.differing[:_SHOWN]:
+            lines.append(f"{p.parameter:38}{p.gradient:>12.1e}{p.weight:>12.1e}   {p.plan_entry}")
+        if len(self.differing) > _SHOWN:
+            lines.append(f"… and {len(self.differing) - _SHOWN} more")
+        return lines

@@ -1,0 +1,262 @@
+"""The same steps on one process and on a mesh, compared; where they differ, the place.
+
+The process alone is plain PyTorch: the model's own forward, torch's cross-entropy, norm and clipping.
+Everything is float64, where sums in another order differ by 1e-15 and a wrong plan by far more.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from parallel2d.errors import UserError
+from parallel2d.fsdp import Precision, inference
+from parallel2d.init import init_weights
+from parallel2d.locate import Recorder, first_wrong_gradient, first_wrong_output
+from parallel2d.loss import IGNORE_INDEX, VocabShard
+from parallel2d.mesh import dp_rank, dp_size
+from parallel2d.optim import build_optimizer
+from parallel2d.parallelize import parallelize
+from parallel2d.report import TOLERANCE, Difference, Report
+from parallel2d.seeds import seed_of
+from parallel2d.shards import local_box
+from parallel2d.step import train_step
+from parallel2d.tensor_parallel import Plan, entry_of
+
+_FLOAT64 = Precision(torch.float64, torch.float64, torch.float64)
+
+Batch = tuple[Tensor, Tensor]
+Model = tuple[nn.Module, Plan, Sequence[nn.Module]]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is run twice.
+
+    Args:
+        make: () -> (model, plan, units). A model on meta is initialised from seed; one with values
+            keeps rank 0's, slightly perturbed, because biases of zero and norms of one hide mistakes.
+        batches: (inputs, targets) of each step, whole. Targets are classes of the output's last dim;
+            -100 counts nothing.
+        options: what else `parallelize` is given.
+        micro_batch: sequences per forward on the mesh; 0: a rank's whole share.
+        optimizer: lr, betas and weight_decay of AdamW.
+        max_norm: gradients are clipped to it.
+        seed: of initial weights and perturbation.
+    """
+
+    make: Callable[[], Model]
+    batches: Sequence[Batch]
+    options: Mapping[str, Any]
+    micro_batch: int = 0
+    optimizer: tuple[float, tuple[float, float], float] = (1e-3, (0.9, 0.95), 0.1)
+    max_norm: float = 1.0
+    seed: int = 0
+
+
+@dataclass
+class _Numbers:
+    """What the run alone saw: per step, and the tensors to compare."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    classes: int
+
+
+def verify(trial: Trial, mesh: DeviceMesh, name: str) -> Report:
+    """Run the trial on rank 0 alone, then on the mesh; the same report on every rank.
+
+    Rank 0 holds the whole model in float64 besides its share. Its tensors are broadcast one at a
+    time, and every rank compares the block that it holds. After a failure all ranks hold it once.
+    """
+    alone = _run_alone(trial) if dist.get_rank() == 0 else None
+    model, plan, _ = made = _make(trial)
+    _apply(trial, made, mesh)
+    with Recorder(model) as recorder:
+        try:
+            report = _compare(trial, model, plan, mesh, alone, name)
+        except (RuntimeError, ValueError, FloatingPointError) as error:
+            if isinstance(error, dist.DistError):
+                raise
+            _require_that_all_failed(error)
+            where = f"forward fails in {_named(recorder.running, plan)}: {error}"
+            return Report(name, 0, math.inf, math.inf, [], where)
+    return report if report.same else replace(report, place=_place(trial, report, mesh))
+
+
+def _require_that_all_failed(error: Exception) -> None:
+    """A rank that fails alone leaves its peers in a collective: then it speaks for itself, and ends them."""
+    try:
+        dist.monitored_barrier(timeout=timedelta(seconds=10))
+    except RuntimeError:
+        raise error from None
+
+
+def _place(trial: Trial, report: Report, mesh: DeviceMesh) -> str:
+    """Which module or gradient is wrong first, as far as the runs can tell."""
+    reference, _, _ = _make(trial)
+    if any(p.is_meta for p in reference.parameters()):
+        init_weights(reference, torch.device("cpu"), trial.seed)
+    for tensor in (*reference.parameters(), *reference.buffers()):
+        dist.broadcast(tensor.detach(), src=0)
+    model, plan, _ = made = _make(trial)
+    _apply(trial, made, mesh)
+    wrong = first_wrong_output(model, reference, _share(trial.batches[0][0], mesh), mesh["tp"])
+    if wrong is not None:
+        return f"forward: the first output that differs is that of {_named(wrong, plan)}"
+    found = first_wrong_gradient([(p.parameter, p.gradient) for p in report.parameters], TOLERANCE)
+    if found is None:
+        return "forward and gradients of step 1 agree: what differs comes later"
+    right, wrong = found
+    after = f"agree from the loss back to {_named(_owner(right), plan)} and" if right else ""
+    return f"forward agrees; gradients {after} differ first in {_named(_owner(wrong), plan)}"
+
+
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _named(module: str, plan: Plan) -> str:
+    return f"{module or 'the model itself'} ({entry_of(plan, module)})"
+
+
+def _make(trial: Trial) -> Model:
+    """Model, plan and units, in float64; values, if it has any, perturbed alike on all ranks."""
+    model, plan, units = trial.make()
+    model.double().eval()  # dropout off: its masks depend on the mesh
+    if not any(p.is_meta for p in model.parameters()):
+        generator = torch.Generator()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                generator.manual_seed(seed_of(trial.seed, name))
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model, plan, units
+
+
+def _apply(trial: Trial, made: Model, mesh: DeviceMesh) -> None:
+    model, plan, units = made
+    on_meta = any(p.is_meta for p in model.parameters())
+    parallelize(model, mesh, plan=plan, units=units, **{"precision": _FLOAT64, **trial.options})
+    if on_meta:
+        init_weights(model, torch.device("cpu"), trial.seed)
+
+
+def _run_alone(trial: Trial) -> _Numbers:
+    model, _, _ = _make(trial)
+    if any(p.is_meta for p in model.parameters()):
+        init_weights(model, torch.device("cpu"), trial.seed)
+    optimizer = build_optimizer(model, *trial.optimizer)
+    numbers = _Numbers([], [], {}, {}, classes=0)
+    for inputs, targets in trial.batches:
+        logits = model(inputs)
+        numbers.classes = logits.shape[-1]
+        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX)
+        loss.backward()
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        norm = torch.nn.utils.get_total_norm(gradients.values())
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), trial.max_norm, norm)
+        if not numbers.losses:
+            numbers.gradients = {n: g.clone() for n, g in gradients.items()}
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers.losses.append(loss.item())
+        numbers.norms.append(norm.item())
+    numbers.weights = {n: p.detach() for n, p in model.named_parameters()}
+    return numbers
+
+
+def _compare(
+    trial: Trial, model: nn.Module, plan: Plan, mesh: DeviceMesh, alone: _Numbers | None, name: str
+) -> Report:
+    expected = _from_rank_0(alone and (alone.losses, alone.norms, alone.classes, list(alone.gradients)))
+    losses, norms, classes, trained = expected
+    vocab = _vocab_of_output(model, trial.batches[0][0], classes, mesh)
+    optimizer = build_optimizer(model, *trial.optimizer)
+    gradients: dict[str, float] = {}
+
+    def compare_first_gradients(*_: object) -> None:
+        if not gradients:
+            ours = {n: p.grad for n, p in model.named_parameters() if n in trained}
+            gradients.update(_errors(ours, alone.gradients if alone else None, floor=1e-6))
+
+    optimizer.register_step_pre_hook(compare_first_gradients)
+    loss_error = norm_error = 0.0
+    for batch, loss, norm in zip(trial.batches, losses, norms, strict=True):
+        stats = train_step(
+            model, _parts(batch, trial.micro_batch, mesh), optimizer, vocab, mesh, trial.max_norm
+        )
+        loss_error = max(loss_error, abs(stats.loss - loss) / max(abs(loss), 1e-30))
+        norm_error = max(norm_error, abs(stats.grad_norm - norm) / max(norm, 1e-30))
+    # AdamW turns the rounding error of a gradient that is zero in mathematics into a visible update:
+    # weights are compared at the scale of the model's largest.
+    ours = {n: p.detach() for n, p in model.named_parameters()}
+    weights = _errors(ours, alone.weights if alone else None, floor=1e-2)
+    found = [Difference(n, entry_of(plan, _owner(n)), gradients.get(n, 0.0), weights[n]) for n in weights]
+    return Report(name, len(losses), loss_error, norm_error, found, place="")
+
+
+def _vocab_of_output(model: nn.Module, inputs: Tensor, classes: int, mesh: DeviceMesh) -> VocabShard:
+    """Whether the model's output is whole or a tp share of the classes."""
+    with inference(model):
+        width = model(_share(inputs, mesh)).shape[-1]
+    shard = VocabShard.of(classes, mesh["tp"])
+    if width == classes:
+        return VocabShard.whole(classes)
+    if width == shard.stop - shard.start:
+        return shard
+    raise UserError(f"the output's last dim is {width} on the mesh and {classes} on one process")
+
+
+def _share(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's rows of a batch that dp divides."""
+    return whole.chunk(dp_size(mesh))[dp_rank(mesh)]
+
+
+def _parts(batch: Batch, micro_batch: int, mesh: DeviceMesh) -> list[Batch]:
+    inputs, targets = (_share(whole, mesh) for whole in batch)
+    size = micro_batch or len(inputs)
+    return list(zip(inputs.split(size), targets.split(size), strict=True))
+
+
+def _from_rank_0(value: Any) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _errors(
+    ours: Mapping[str, Tensor | None], reference: Mapping[str, Tensor] | None, floor: float
+) -> dict[str, float]:
+    """{name: error of this rank's block, largest over ranks, relative to the tensor's largest value}.
+
+    Args:
+        reference: whole tensors, on rank 0; None elsewhere.
+        floor: no tensor counts as smaller than this share of the largest of all.
+    """
+    errors, scales = torch.zeros(len(ours), dtype=torch.float64), torch.zeros(len(ours), dtype=torch.float64)
+    for i, (name, tensor) in enumerate(ours.items()):
+        shape = _from_rank_0(reference and reference[name].shape)
+        whole = reference[name].contiguous() if reference else torch.empty(shape, dtype=torch.float64)
+        dist.broadcast(whole, src=0)
+        if tensor is None:
+            mine, block = torch.zeros_like(whole), whole
+        elif isinstance(tensor, DTensor):
+            mine, block = tensor.to_local(), local_box(tensor).cut(whole)
+        else:
+            mine, block = tensor, whole
+        if block.numel():
+            errors[i] = (mine - block).abs().max().nan_to_num(nan=math.inf)
+        scales[i] = whole.abs().max()
+    dist.all_reduce(errors, op=dist.ReduceOp.MAX)
+    relative = errors / scales.clamp(min=max(floor * scales.max().item(), 1e-30))
+    return dict(zip(ours, relative.tolist(), strict=True))
