@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from .gpt2 import GPT2, GPT2Config
-from .hf_tables import FAMILIES, GPT2_PLACES, LLAMA_PLACES, NEEDED, Family, Place
+from .hf_tables import FAMILIES, GPT2_PLACES, LLAMA_PLACES, NEEDED, ROPE_KEYS, ROPE_KINDS, Family, Place
 from .llama import Llama, LlamaConfig
 from .rope import RopeScaling
 
@@ -104,14 +104,14 @@ def _read_llama(kind: str, c: Mapping[str, Any]) -> LlamaConfig:
     theta, scaling, problems = _read_rope(c)
     window, more = _read_window(kind, c)
     _refuse(problems + more)
-    bias = c.get("attention_bias", False)
+    bias, width, heads = c.get("attention_bias", False), c["hidden_size"], c["num_attention_heads"]
     return LlamaConfig(
         vocab_size=c["vocab_size"],
-        width=c["hidden_size"],
+        width=width,
         num_layers=c["num_hidden_layers"],
-        num_heads=c["num_attention_heads"],
-        num_kv_heads=c["num_key_value_heads"] or c["num_attention_heads"],
-        head_dim=c["head_dim"] or 0,
+        num_heads=heads,
+        num_kv_heads=c["num_key_value_heads"] or heads,
+        head_dim=0 if c["head_dim"] is None or c["head_dim"] * heads == width else c["head_dim"],
         ffn_width=c["intermediate_size"],
         rope_theta=theta,
         rope_scaling=scaling,
@@ -154,12 +154,106 @@ def _read_rope(c: Mapping[str, Any]) -> tuple[float, RopeScaling, list[str]]:
     if found:
         return theta, RopeScaling(), found
     fields = {names[key]: value for key, value in rope.items()}
-    return theta, RopeScaling(kind="none" if kind == "default" else kind, **fields), []
+    return theta, RopeScaling(kind=ROPE_KINDS[kind], **fields), []
 
 
 def _read_window(kind: str, c: Mapping[str, Any]) -> tuple[int, list[str]]:
-    """(sliding window, 0 for none; problems)."""
-    window = c.get("sliding_window") or 0
-    if kind == "mistral" or not window:
-        pass
-    return window, []
+    """(sliding window, 0 for none; problems). All layers have it or none has: ours are alike."""
+    if kind == "mistral":
+        return c["sliding_window"] or 0, []
+    if kind == "llama":
+        return 0, []
+    window = c["sliding_window"] or 0 if c["use_sliding_window"] else 0
+    layers, first = c["num_hidden_layers"], c["max_window_layers"] or 0
+    full = layers if not window else min(first, layers)
+    types = c["layer_types"] or ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+    if types == ["full_attention"] * layers:
+        return 0, []
+    if types == ["sliding_attention"] * layers and window:
+        return window, []
+    told = {k: c[k] for k in ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")}
+    return 0, [f"{told} is not carried: all {layers} layers must be full_attention, or all sliding_attention"]
+
+
+def to_hf(config: Config, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Our configuration -> a config.json, in the older form, which every version of transformers reads.
+
+    Args:
+        config: of a Llama or GPT2. One CannotCarry if no Hugging Face model computes it.
+        like: the config.json that the weights came from; what changes no logit (token ids, context
+            length, …) is taken over from it.
+    """
+    kind = "gpt2" if isinstance(config, GPT2Config) else _kind_of(config)
+    family = FAMILIES[kind]
+    kept = {k: v for k, v in (like or {}).items() if k in family.neutral and "dtype" not in k}
+    ours = _write_gpt2(config) if isinstance(config, GPT2Config) else _write_llama(config, kind)
+    return kept | {"model_type": kind, "architectures": [family.architecture]} | ours
+
+
+def _kind_of(c: LlamaConfig) -> str:
+    """Which of the Hugging Face models computes the same."""
+    alike = c.qkv_bias == c.o_bias
+    if c.qk_norm and alike and not c.ffn_bias:
+        return "qwen3"
+    if not c.qk_norm and (c.qkv_bias, c.o_bias, c.ffn_bias) == (True, False, False):
+        return "qwen2"
+    if not c.qk_norm and c.sliding_window and not (c.qkv_bias or c.o_bias or c.ffn_bias):
+        return "mistral"
+    if not c.qk_norm and alike and not c.sliding_window:
+        return "llama"
+    names = ("qkv_bias", "o_bias", "ffn_bias", "qk_norm", "sliding_window")
+    told = ", ".join(f"{name} {getattr(c, name)}" for name in names)
+    raise CannotCarry(f"neither llama, mistral, qwen2 nor qwen3 computes a Llama with {told}")
+
+
+def _write_gpt2(c: GPT2Config) -> dict[str, Any]:
+    return {
+        "vocab_size": c.vocab_size,
+        "n_embd": c.width,
+        "n_layer": c.num_layers,
+        "n_head": c.num_heads,
+        "n_inner": c.ffn_width,
+        "n_positions": c.max_positions,
+        "layer_norm_epsilon": c.norm_eps,
+        "initializer_range": c.init_std,
+        "embd_pdrop": c.embedding_dropout,
+        "resid_pdrop": c.residual_dropout,
+        "attn_pdrop": c.attention_dropout,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": True,
+    }
+
+
+def _write_llama(c: LlamaConfig, kind: str) -> dict[str, Any]:
+    window, scaling = c.sliding_window or None, c.rope_scaling
+    rope = {theirs: getattr(scaling, ours) for theirs, ours in ROPE_KEYS.get(scaling.kind, {}).items()}
+    of_kind: dict[str, dict[str, Any]] = {
+        "llama": {"attention_bias": c.qkv_bias, "mlp_bias": c.ffn_bias},
+        "mistral": {"sliding_window": window},
+        "qwen2": _windows(c),
+        "qwen3": _windows(c) | {"attention_bias": c.qkv_bias},
+    }
+    return of_kind[kind] | {
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.width,
+        "intermediate_size": c.ffn_width,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.key_width,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.norm_eps,
+        "initializer_range": c.init_std,
+        "tie_word_embeddings": c.tie_embeddings,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": None if scaling.kind == "none" else {"rope_type": scaling.kind, **rope},
+    }
+
+
+def _windows(c: LlamaConfig) -> dict[str, Any]:
+    """Qwen's way to say that all layers have a sliding window, or none."""
+    return {
+        "use_sliding_window": c.sliding_window > 0,
+        "sliding_window": c.sliding_window or None,
+        "max_window_layers": 0 if c.sliding_window else c.num_layers,
+    }

@@ -6,7 +6,7 @@ Defaults and meanings are those of transformers' configuration classes
 
 from collections.abc import Mapping
 from types import UnionType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class Place(NamedTuple):
@@ -134,7 +134,7 @@ _NEUTRAL = frozenset(
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id
     forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
     begin_suppress_tokens
-    """.split()
+    """.split()  # noqa: SIM905  (names to read, one after the other)
 )
 _LLAMA_NEUTRAL = _NEUTRAL | {"max_position_embeddings", "max_sequence_length"}
 _GPT2_NEUTRAL = _NEUTRAL | {
@@ -177,4 +177,21 @@ FAMILIES = {
         _LLAMA_NEUTRAL,
     ),
     "gpt2": Family("GPT2LMHeadModel", _GPT2_KEYS, _GPT2_FIXED, _GPT2_NEUTRAL),
+}
+
+# Rotary scalings that we compute: our name; their keys, and the fields of RopeScaling that these are.
+ROPE_KINDS: dict[str, Literal["none", "linear", "llama3"]] = {
+    "default": "none",
+    "linear": "linear",
+    "llama3": "llama3",
+}
+ROPE_KEYS: dict[str, dict[str, str]] = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position_embeddings": "original_context",
+    },
 }
