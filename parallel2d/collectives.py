@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
 
 from parallel2d.errors import UserError
+from parallel2d.shards import Split, splits_of
 
 # The functional ops, because torch.compile traces them as they are; each waits for its result.
 _ops = torch.ops._c10d_functional
@@ -113,3 +115,31 @@ def sum_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def sum_output(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Partial sums -> their total on every rank. Forward: one all-reduce; backward: nothing."""
     return _SumOutput.apply(x, mesh.get_group())
+
+
+def gather_whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor in full on every rank, bit by bit and without gradient; a plain one as it is.
+
+    One all-gather per mesh axis that splits it, of shares padded to the largest. Undoes the splits of
+    `shards.splits_of`, last one first; DTensor's own full_tensor() need not know of uneven ones.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise ValueError(f"a tensor of partial sums ({tensor.placements}) has no whole yet")
+    whole = tensor.to_local().detach()
+    for split in reversed(splits_of(tensor)):
+        whole = _undo(split, whole, tensor.device_mesh)
+    return whole
+
+
+def _undo(split: Split, share: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's share along one dim -> the dim in full."""
+    parts = mesh.size(split.axis)
+    if parts == 1:
+        return share
+    share = share.movedim(split.dim, 0)
+    padded = share.new_zeros(-(-split.size // parts), *share.shape[1:])
+    padded[: share.shape[0]] = share
+    # Every share but the last ones is full, so what is padding lies at the end.
+    return all_gather(padded, mesh.get_group(split.axis)).flatten(0, 1)[: split.size].movedim(0, split.dim)

@@ -33,8 +33,19 @@ class Box:
         return whole
 
 
-def local_box(tensor: DTensor) -> Box:
-    """The block that this rank holds. No communication.
+@dataclass(frozen=True)
+class Split:
+    """One mesh axis splits one dim of a tensor; `size`: of the dim, as this axis finds it."""
+
+    axis: int
+    dim: int
+    size: int
+    start: int
+    stop: int
+
+
+def splits_of(tensor: DTensor) -> list[Split]:
+    """How the tensor came to this rank's block, in the order of splitting. No communication.
 
     tp splits first, and dp_shard splits what tp leaves (placement _StridedShard where both split the
     same dim): so the mesh's axes are applied last to first.
@@ -43,13 +54,23 @@ def local_box(tensor: DTensor) -> Box:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("this rank is not part of the tensor's mesh")
-    offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
+    splits, sizes = [], list(tensor.shape)
     for axis in reversed(range(mesh.ndim)):
         placement = tensor.placements[axis]
         if isinstance(placement, Shard | _StridedShard):
-            start, stop = share_of(sizes[placement.dim], mesh.size(axis), coordinate[axis])
-            offsets[placement.dim] += start
+            size = sizes[placement.dim]
+            start, stop = share_of(size, mesh.size(axis), coordinate[axis])
+            splits.append(Split(axis, placement.dim, size, start, stop))
             sizes[placement.dim] = stop - start
+    return splits
+
+
+def local_box(tensor: DTensor) -> Box:
+    """The block that this rank holds. No communication."""
+    offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
+    for split in splits_of(tensor):
+        offsets[split.dim] += split.start
+        sizes[split.dim] = split.stop - split.start
     return Box(tuple(offsets), tuple(sizes))
 
 

@@ -17,6 +17,7 @@ LAYERS = [
 ]
 # Within a layer: who may use whom, with the reason.
 ALSO = {
+    ("collectives", "shards"),  # what a whole tensor is put together from
     ("styles", "collectives"),  # a style is a split and its collectives
     ("styles", "local_weights"),
     ("styles", "shards"),  # which rows of the vocabulary are here

@@ -1,0 +1,193 @@
+"""Weights from and to a Hugging Face folder, on any mesh.
+
+Which of our parameters lies where is data, passed in as `names` (models/hf.py makes it): {parameter:
+(tensor, transpose, part, parts)}. Take the stored tensor, transpose it if so told, cut its dim 0
+into equal parts: the parameter is piece number `part`.
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from parallel2d.checkpoint.hf_files import StoredTensors, open_folder, read_config, write_folder
+from parallel2d.collectives import gather_whole
+from parallel2d.errors import UserError
+from parallel2d.fsdp import reshard
+from parallel2d.shards import Box, local_box
+from parallel2d.ties import find_ties, restore_ties
+
+__all__ = ["load_hf", "read_config", "save_hf"]
+
+Place = tuple[str, bool, int, int]
+Names = Mapping[str, Place]
+
+# Tensors that transformers ignores too: rotary tables and causal masks that old versions stored.
+_IGNORED = ("*.rotary_emb.inv_freq", "*h.*.attn.bias", "*h.*.attn.masked_bias")
+# GPT-2's own folders lack it.
+_OPTIONAL_PREFIX = "transformer."
+
+
+def load_hf(folder: Path, model: nn.Module, names: Names, device: torch.device) -> None:
+    """Fill a parallelized or plain model, each rank reading the slices that it holds. No communication.
+
+    A model on meta is materialised on `device` first, ties kept. Numbers are cast to the parameters'
+    dtype, which is exact where that is the wider one. Strict: missing, unexpected or misshapen tensors
+    are one UserError, the same on every rank, before a weight changes. A tied head may be stored if it
+    equals the embedding; to know that, every rank reads both in full, a few rows at a time.
+
+    Args:
+        folder: with model.safetensors, or model.safetensors.index.json and the files that it lists.
+        model: without buffers, as the models of this project are.
+        names: where each parameter lies.
+        device: of a model on meta.
+    """
+    if buffers := [name for name, _ in model.named_buffers()]:
+        raise UserError(f"a Hugging Face folder cannot fill the buffers {', '.join(buffers[:10])}")
+    reshard(model)
+    with open_folder(folder) as stored:
+        names = _as_stored(names, stored)
+        _check(folder, model, names, stored)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            ties = find_ties(model)
+            model.to_empty(device=device)
+            restore_ties(ties)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                _fill(parameter, names[name], stored)
+
+
+def _as_stored(names: Names, stored: StoredTensors) -> dict[str, Place]:
+    """The same places, without the prefix where the folder leaves it out."""
+    found = {}
+    for name, (tensor, transpose, part, parts) in names.items():
+        short = tensor.removeprefix(_OPTIONAL_PREFIX)
+        is_short = tensor not in stored.shapes and short in stored.shapes
+        found[name] = (short if is_short else tensor, transpose, part, parts)
+    return found
+
+
+def _check(folder: Path, model: nn.Module, names: Names, stored: StoredTensors) -> None:
+    """One UserError with all that is missing, unexpected or misshapen, and a tie that is none."""
+    parameters = dict(model.named_parameters())
+    expected = {names[name][0]: _stored_shape(p.shape, names[name]) for name, p in parameters.items()}
+    aliases = {place[0] for name, place in names.items() if name not in parameters}
+    faults = {
+        "missing": [f"{n} {list(shape)}" for n, shape in expected.items() if n not in stored.shapes],
+        "unexpected": [
+            f"{n} {list(shape)}"
+            for n, shape in stored.shapes.items()
+            if n not in expected and n not in aliases and not any(fnmatchcase(n, glob) for glob in _IGNORED)
+        ],
+        "of another shape": [
+            f"{n} {list(stored.shapes[n])} instead of {list(shape)}"
+            for n, shape in expected.items()
+            if stored.shapes.get(n, shape) != shape
+        ],
+    }
+    told = [
+        f"{len(found)} {fault}: {', '.join(sorted(found)[:10])}{', …' if len(found) > 10 else ''}"
+        for fault, found in faults.items()
+        if found
+    ]
+    if told:
+        raise UserError("\n".join([f"{folder} does not hold this model's tensors", *told]))
+    _check_ties(model, names, stored)
+
+
+def _stored_shape(shape: torch.Size, place: Place) -> tuple[int, ...]:
+    _, transpose, _, parts = place
+    whole = (shape[0] * parts, *shape[1:])
+    return whole[::-1] if transpose else whole
+
+
+def _check_ties(model: nn.Module, names: Names, stored: StoredTensors) -> None:
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        one, other = names[first[parameter]][0], names[name][0]
+        if one != other and other in stored.shapes and not _equal(one, other, stored):
+            raise UserError(f"{other} is not equal to {one}, and the model has one parameter for both")
+
+
+def _equal(one: str, other: str, stored: StoredTensors, rows: int = 1024) -> bool:
+    """Whether two stored tensors hold the same numbers."""
+    shape = stored.shapes[one]
+    if shape != stored.shapes[other]:
+        return False
+    return all(
+        torch.equal(*(stored.read(n, (i, *[0] * (len(shape) - 1)), (rows, *shape[1:])) for n in (one, other)))
+        for i in range(0, shape[0], rows)
+    )
+
+
+def _fill(parameter: nn.Parameter, place: Place, stored: StoredTensors) -> None:
+    """Read this rank's block of a parameter. No communication."""
+    tensor, transpose, part, _ = place
+    if isinstance(parameter, DTensor):
+        box, local = local_box(parameter), parameter.to_local()
+    else:
+        box, local = Box((0,) * parameter.ndim, tuple(parameter.shape)), parameter
+    if not local.numel():
+        return
+    offsets = (box.offsets[0] + part * parameter.shape[0], *box.offsets[1:])
+    order = slice(None, None, -1 if transpose else 1)
+    block = stored.read(tensor, offsets[order], box.sizes[order])
+    local.copy_(block.T if transpose else block)
+
+
+def save_hf(
+    folder: Path,
+    model: nn.Module,
+    names: Names,
+    config_json: Mapping[str, Any],
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: float = 5e9,
+) -> None:
+    """Write a folder that transformers reads; all ranks call it, rank 0 writes. It is whole or not there.
+
+    One tensor at a time is gathered onto every rank, by one all-gather for each axis that splits it;
+    rank 0 keeps those of one file. Bit by bit what the model holds, if dtype is None or the same.
+
+    Args:
+        folder: to be made; one with anything in it is refused.
+        model: parallelized or plain.
+        names: where each parameter goes; a tied one is written once.
+        config_json: the folder's config.json, to which the dtype is added.
+        dtype: to cast to; numbers that it cannot hold are refused.
+        max_shard_bytes: a file is no larger, unless one tensor alone is.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not an empty folder: export into another one")
+    reshard(model)
+    pieces: dict[str, dict[int, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        tensor, _, part, _ = names[name]
+        pieces.setdefault(tensor, {})[part] = parameter
+    transposed = {tensor for tensor, transpose, _, _ in names.values() if transpose}
+    dtype = dtype or next(model.parameters()).dtype
+    sizes = {t: sum(p.numel() for p in of.values()) * dtype.itemsize for t, of in pieces.items()}
+    config = {**config_json, "torch_dtype": str(dtype).removeprefix("torch.")}
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    with write_folder(folder, config, sizes, max_shard_bytes) if writes else nullcontext(_drop) as add:
+        for tensor in sizes:
+            add(tensor, _whole(tensor, pieces[tensor], tensor in transposed, dtype))
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _drop(name: str, tensor: Tensor) -> None:
+    """What the ranks that do not write do with a whole tensor."""
+
+
+def _whole(name: str, pieces: Mapping[int, nn.Parameter], transpose: bool, dtype: torch.dtype) -> Tensor:
+    """A tensor as it is stored, on every rank. One all-gather per piece and axis that splits it."""
+    whole = torch.cat([gather_whole(piece) for _, piece in sorted(pieces.items())]).to(dtype)
+    if not torch.isfinite(whole).all():
+        raise UserError(f"{name} has numbers that are not finite in {dtype}: it was not exported")
+    return (whole.T if transpose else whole).contiguous()
