@@ -10,7 +10,7 @@ from tests.ranks import ROOT
 LAYERS = [
     {"errors"},
     {"seeds", "shards", "mesh", "collectives", "styles"},
-    {"config", "run_folder", "launch", "tensor_parallel", "fsdp", "init", "data", "loss", "optim"},
+    {"config", "run_folder", "launch", "tensor_parallel", "fsdp", "freeze", "init", "data", "loss", "optim"},
     {"flags", "step", "generate", "parallelize", "checkpoint", "metrics", "ledger"},
 ]
 # Within a layer: who may use whom, with the reason.
