@@ -133,17 +133,25 @@ FREEZES = [
 ]
 
 
-@pytest.mark.parametrize("shape", [MeshShape(1, 2, 1), MeshShape(1, 1, 2), MeshShape(2, 2, 2)], ids=str)
+_DEEP = FsdpPolicy("always", backward_prefetch=2)
+FROZEN = [
+    *(Case(layers=4, frozen=frozen) for frozen in FREEZES),
+    *(Case(3, 2, sync="last", policy=_DEEP, frozen=FREEZES[i]) for i in (1, 2)),
+    *(Case(4, checkpoint="full", frozen=FREEZES[i]) for i in (1, 3)),
+]
+
+
+@pytest.mark.parametrize("shape", [MeshShape(1, 2, 1), MeshShape(1, 1, 2)], ids=str)
 def test_what_is_frozen_is_not_reduced_and_backward_ends_above_it(shape):
-    cases = [Case(layers=4, frozen=frozen) for frozen in FREEZES]
-    deep = FsdpPolicy("always", backward_prefetch=2)
-    cases += [replace(cases[i], policy=deep, accumulation=2, sync="last") for i in (1, 2, 5)]
-    cases += [replace(cases[i], checkpoint="full") for i in (1, 3)]
-    seen = check(shape, *cases, Case(layers=4))
+    seen = check(shape, *FROZEN)
     if shape.dp_shard > 1:
-        gathers = [ledger["dp_shard", "all_gather"].count for ledger in seen]
         # Blocks below the first trained parameter are gathered in forward only.
-        assert gathers[:8] == [8, 8, 7, 6, 8, 7, 5, 5] and gathers[-1] == 8
+        gathers = [ledger["dp_shard", "all_gather"].count for ledger in seen]
+        assert gathers[: len(FREEZES)] == [8, 8, 7, 6, 8, 7, 5, 5]
+
+
+def test_what_is_frozen_with_replicas():
+    check(MeshShape(2, 2, 2), *FROZEN[1:4], FROZEN[-3])
 
 
 def test_the_dtype_of_the_reduction_shows_in_its_bytes_and_that_of_the_output_in_the_loss():
