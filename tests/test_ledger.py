@@ -24,6 +24,7 @@ class Case:
     tied: bool = False
     sync: str = "every"
     policy: FsdpPolicy = field(default_factory=FsdpPolicy)
+    reduce: torch.dtype = torch.float32
     output: torch.dtype | None = None
     frozen: tuple[str, ...] = ()
 
@@ -41,7 +42,7 @@ def one(mesh, device, case: Case) -> tuple[Ledger, Ledger]:
         model = Llama(config)
     freeze(model, case.frozen)
     units = list(model.blocks)
-    precision = Precision(torch.float32, torch.bfloat16, torch.float32, case.output)
+    precision = Precision(torch.float32, torch.bfloat16, case.reduce, case.output)
     parallelize(
         model,
         mesh,
@@ -155,6 +156,9 @@ def test_what_is_frozen_with_replicas():
 
 
 def test_the_dtype_of_the_reduction_shows_in_its_bytes_and_that_of_the_output_in_the_loss():
+    key = ("dp_shard", "reduce_scatter")
+    plain, narrow = check(MeshShape(1, 2, 1), Case(), Case(reduce=torch.bfloat16))
+    assert (narrow[key].count, 2 * narrow[key].bytes) == (plain[key].count, plain[key].bytes)
     plain, wide = check(MeshShape(1, 1, 2), Case(), Case(output=torch.float64))
     assert wide["tp", "all_gather"] == plain["tp", "all_gather"] + Traffic(0, 2 * 16 * 2 * 4)
 
