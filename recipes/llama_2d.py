@@ -252,10 +252,12 @@ def describe(
     """What is about to run, in the numbers that decide how."""
     param, compute, reduce = (str(d).removeprefix("torch.") for d in config.precision.dtypes(device.type))
     parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     accumulation = config.data.global_batch // config.data.micro_batch_of(shape.dp) // shape.dp
     lines = [
         f"mesh      dp×tp = {shape}; {shape.world} ranks, {dist.get_backend()} on {device.type}",
-        f"model     {parameters:,} parameters; weights {param}, compute {compute}, reduction {reduce}",
+        f"model     {parameters:,} parameters, {trained:,} trained; "
+        f"weights {param}, compute {compute}, reduction {reduce}",
         f"data      {len(corpus.tokens):,} tokens; {corpus.num_train:,} training sequences an epoch",
         f"batch     {config.data.global_batch} sequences of {config.data.seq_len} = dp {shape.dp} × "
         f"micro-batch {config.data.micro_batch_of(shape.dp)} × accumulation {accumulation}",
