@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch import nn
+
+from parallel2d.fsdp import FsdpPolicy
 
 DtypeName = Literal["float32", "float64", "bfloat16"]
 
@@ -138,6 +141,19 @@ class FsdpConfig:
     backward_prefetch: int = 0
     forward_methods: list[str] = field(default_factory=list)
     gradient_sync: Literal["every", "last", "replicas_last"] = "every"
+
+    def policy(self) -> FsdpPolicy:
+        """What `parallelize` is given; gradient_sync is for `train_step`."""
+        return FsdpPolicy(
+            self.reshard_after_forward,
+            self.offload,
+            self.forward_prefetch,
+            self.backward_prefetch,
+            tuple(self.forward_methods),
+        )
+
+    def problems(self, model: type[nn.Module], dp_shard: int, tp: int, device_type: str) -> list[str]:
+        return [f"fsdp.{problem}" for problem in self.policy().problems(model, dp_shard, tp, device_type)]
 
 
 @dataclass(frozen=True)

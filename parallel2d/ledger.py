@@ -131,7 +131,8 @@ def expected_step(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh
       L-1 (auto), L+1 (always) or none (never); with a number N, L-1 over dp_shard/N;
     - dp_shard: L+1 reduce-scatters of gradients; dp_replicate: L+1 all-reduces of the shards' gradients;
     - tp: 4L+2 gathers and as many scatters, 1 gather for the loss, 1 all-reduce for each weight that is
-      whole over tp (norms, biases added after a sum, key/value heads fewer than tp); with activation checkpointing 2L gathers and L scatters more, for what is computed again.
+      whole over tp (norms, biases added after a sum, key/value heads fewer than tp); with activation
+      checkpointing 2L gathers and L scatters more, for what is computed again.
 
     With gradient_sync `last` the reductions, those of whole weights over tp included, are once per step,
     with `replicas_last` those over dp_replicate. What is frozen is not reduced, and backward ends at

@@ -20,7 +20,7 @@ from parallel2d.data import Corpus, RankData, load_tokens
 from parallel2d.errors import UserError
 from parallel2d.flags import dump_config, load_config
 from parallel2d.freeze import freeze
-from parallel2d.fsdp import FsdpPolicy, Precision
+from parallel2d.fsdp import Precision
 from parallel2d.generate import generate
 from parallel2d.init import init_weights
 from parallel2d.ledger import Ledger, Observer, Step, expected_step, table
@@ -64,8 +64,7 @@ def main() -> None:
 def problems(config: Recipe, shape: MeshShape) -> list[str]:
     found = config.problems(shape.dp, shape.tp) + config.model.problems(shape.tp)
     device_type = launch.device_type(config.device)
-    of_fsdp = fsdp_policy(config).problems(Llama, shape.dp_shard, shape.tp, device_type)
-    found += [f"fsdp.{problem}" for problem in of_fsdp]
+    found += config.fsdp.problems(Llama, shape.dp_shard, shape.tp, device_type)
     if config.data.path and Path(config.out).resolve().is_relative_to(Path(config.data.path).resolve()):
         found.append(
             f"out {config.out} lies in data.path {config.data.path}: a run would read what it writes"
@@ -73,12 +72,6 @@ def problems(config: Recipe, shape: MeshShape) -> list[str]:
     if config.data.path is None and config.model.vocab_size < 256:
         found.append(f"model.vocab_size {config.model.vocab_size} is below 256, the number of byte values")
     return found
-
-
-def fsdp_policy(config: Recipe) -> FsdpPolicy:
-    f = config.fsdp
-    methods = tuple(f.forward_methods)
-    return FsdpPolicy(f.reshard_after_forward, f.offload, f.forward_prefetch, f.backward_prefetch, methods)
 
 
 def build_model(config: Recipe) -> Llama:
@@ -151,7 +144,7 @@ def materialise(config: Recipe, model: Llama, mesh: DeviceMesh, device: torch.de
         plan=model.tp_plan(),
         units=list(model.blocks),
         precision=Precision(*precision.dtypes(device.type), precision.output_dtype(), precision.cast_inputs),
-        fsdp=fsdp_policy(config),
+        fsdp=config.fsdp.policy(),
         activation_checkpoint=config.activation_checkpoint,
     )
     init_weights(model, device, config.seed, offload=config.fsdp.offload)

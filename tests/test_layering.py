@@ -22,6 +22,7 @@ ALSO = {
     ("styles", "local_weights"),
     ("styles", "shards"),  # which rows of the vocabulary are here
     ("styles", "seeds"),  # what dropout on a share draws
+    ("config", "fsdp"),  # a section makes the policy of it
     ("metrics", "step"),  # shows StepStats
     ("verify", "locate"),  # asks where, once it knows that
 }
