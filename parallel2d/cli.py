@@ -20,6 +20,7 @@ from parallel2d.config import RunConfig
 from parallel2d.data import Corpus, load_tokens
 from parallel2d.errors import UserError
 from parallel2d.flags import load_config
+from parallel2d.freeze import freeze
 from parallel2d.mesh import MeshShape, build_mesh, choose_mesh
 from parallel2d.models.hf import CannotCarry, from_hf, hf_names
 from parallel2d.models.llama import PRESETS, Llama, LlamaConfig
@@ -102,7 +103,11 @@ def _configured(arguments: argparse.Namespace, rest: list[str]) -> tuple[Trial, 
         config.dp,
         config.tp,
         config.dp_replicate,
-        lambda s: config.problems(s.dp, s.tp) + config.model.problems(s.tp),
+        lambda s: (
+            config.problems(s.dp, s.tp)
+            + config.model.problems(s.tp)
+            + config.fsdp.problems(Llama, s.dp_shard, s.tp, "cpu")
+        ),
     )
     data, optim = config.data, config.optim
     corpus = Corpus(
@@ -113,13 +118,18 @@ def _configured(arguments: argparse.Namespace, rest: list[str]) -> tuple[Trial, 
     def make() -> Model:
         with torch.device("meta"):
             model = Llama(config.model)
+        freeze(model, config.freeze)
         return model, model.tp_plan(), list(model.blocks)
 
     trial = Trial(
         make,
         [corpus.train_batch(range(first, first + data.global_batch)) for first in firsts],
-        options={"activation_checkpoint": config.activation_checkpoint},
+        options={
+            "activation_checkpoint": config.activation_checkpoint,
+            "fsdp": config.fsdp.policy(),
+        },
         micro_batch=data.micro_batch,
+        gradient_sync=config.fsdp.gradient_sync,
         optimizer=(optim.lr, (optim.beta1, optim.beta2), optim.weight_decay),
         max_norm=optim.max_norm,
         seed=config.seed,

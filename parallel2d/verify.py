@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.data import rows_of_rank
 from parallel2d.errors import UserError
-from parallel2d.fsdp import Precision, inference
+from parallel2d.fsdp import GradientSync, Precision, inference
 from parallel2d.init import init_weights
 from parallel2d.locate import Recorder, first_wrong_gradient, first_wrong_output
 from parallel2d.loss import IGNORE_INDEX, VocabShard
@@ -50,6 +50,7 @@ class Trial:
             -100 counts nothing.
         options: what else `parallelize` is given.
         micro_batch: sequences per forward on the mesh; 0: a rank's whole share.
+        gradient_sync: when their gradients are reduced.
         optimizer: lr, betas and weight_decay of AdamW.
         max_norm: gradients are clipped to it.
         seed: of initial weights and perturbation.
@@ -59,6 +60,7 @@ class Trial:
     batches: Sequence[Batch]
     options: Mapping[str, Any]
     micro_batch: int = 0
+    gradient_sync: GradientSync = "every"
     optimizer: tuple[float, tuple[float, float], float] = (1e-3, (0.9, 0.95), 0.1)
     max_norm: float = 1.0
     seed: int = 0
@@ -217,9 +219,8 @@ def _compare(
     optimizer.register_step_pre_hook(compare_first_gradients)
     loss_error = norm_error = 0.0
     for batch, loss, norm in zip(trial.batches, losses, norms, strict=True):
-        stats = train_step(
-            model, _parts(batch, trial.micro_batch, mesh), optimizer, vocab, mesh, trial.max_norm
-        )
+        parts = _parts(batch, trial.micro_batch, mesh)
+        stats = train_step(model, parts, optimizer, vocab, mesh, trial.max_norm, trial.gradient_sync)
         loss_error = max(loss_error, abs(stats.loss - loss) / max(abs(loss), 1e-30))
         norm_error = max(norm_error, abs(stats.grad_norm - norm) / max(norm, 1e-30))
     # AdamW turns the rounding error of a gradient that is zero in mathematics into a visible update:
