@@ -137,7 +137,9 @@ def _start_local_workers(size: int, device: str) -> None:
     the data read, which eight times over would take longer than a short run. CUDA, macOS and OpenMP's
     pool of threads do not survive a fork: there torchrun itself starts the command again.
     """
-    say(f"one process, and the mesh needs {size}: starting {size} local workers, as torchrun would")
+    # Not to stdout, which may be somebody's JSON.
+    notice = f"one process, and the mesh needs {size}: starting {size} local workers, as torchrun would"
+    print(notice, file=sys.stderr, flush=True)
     for name in [n for n in os.environ if n in _TORCHRUN_NAMES or n.startswith(_TORCHRUN_PREFIXES)]:
         del os.environ[name]
     os.environ["OMP_NUM_THREADS"] = str(_threads_per_worker(size))

@@ -1,6 +1,6 @@
 """Where a wrong plan goes wrong: the first output, or the first gradient, that differs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,9 +50,11 @@ class Recorder:
 @torch.no_grad()
 def first_wrong_output(
     model: nn.Module, reference: nn.Module, inputs: Tensor, tp_mesh: DeviceMesh
-) -> str | None:
-    """The module that first, in the order in which they end, returns neither its reference's output nor
-    a share of it along one dim; None if there is none. One all-reduce.
+) -> tuple[str | None, str] | None:
+    """(last module that is right, first that is wrong), in the order in which their forwards end.
+
+    Right is an output that equals the reference's, or a share of it along one dim. None if all are.
+    One all-reduce.
 
     Args:
         model: on the mesh.
@@ -67,7 +69,7 @@ def first_wrong_output(
     right = [_is_share(ours.outputs[name], theirs.outputs[name], tp_mesh) for name in names]
     on_all = torch.tensor(right, dtype=torch.int32)
     dist.all_reduce(on_all, op=dist.ReduceOp.MIN)
-    return next((name for name, agreed in zip(names, on_all.tolist(), strict=True) if not agreed), None)
+    return _first(zip(names, on_all.tolist(), strict=True))
 
 
 def _is_share(ours: Tensor, whole: Tensor, tp_mesh: DeviceMesh) -> bool:
@@ -98,9 +100,13 @@ def first_wrong_gradient(
     Args:
         errors: (parameter, error) in the order of the forward.
     """
+    return _first((name, error < tolerance) for name, error in reversed(errors))
+
+
+def _first(agreed: Iterable[tuple[str, bool]]) -> tuple[str | None, str] | None:
     right = None
-    for name, error in reversed(errors):
-        if not error < tolerance:
+    for name, agrees in agreed:
+        if not agrees:
             return right, name
         right = name
     return None

@@ -1,5 +1,6 @@
 """What a comparison of two runs found, for people and as data."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -51,15 +52,20 @@ class Report:
             "tolerance": TOLERANCE,
             "mesh": self.mesh,
             "steps": self.steps,
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-            "gradients": self.worst("gradient")[0],
-            "weights": self.worst("weight")[0],
+            "loss": _json_number(self.loss),
+            "grad_norm": _json_number(self.grad_norm),
+            "gradients": _json_number(self.worst("gradient")[0]),
+            "weights": _json_number(self.worst("weight")[0]),
             "place": self.place,
-            "parameters": [asdict(p) for p in self.differing],
+            "parameters": [
+                asdict(p) | {"gradient": _json_number(p.gradient), "weight": _json_number(p.weight)}
+                for p in self.differing
+            ],
         }
 
     def __str__(self) -> str:
+        if not self.parameters:
+            return f"{self.mesh} against one process\n{self.place}\nNOT the same numbers"
         rows = [
             ("loss", self.loss, ""),
             ("gradient norm", self.grad_norm, ""),
@@ -81,3 +87,8 @@ class Report:
         if len(self.differing) > _SHOWN:
             lines.append(f"… and {len(self.differing) - _SHOWN} more")
         return lines
+
+
+def _json_number(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else None

@@ -110,7 +110,10 @@ def _require_all_named(model: nn.Module, styles: Mapping[str, ParallelStyle]) ->
 def entry_of(plan: Plan, name: str) -> str:
     """The entry of a plan that decides for a module, for people."""
     globs = [glob for glob in plan if (_matches(name, glob) if glob else not name)]
-    return f"plan entry {globs[0]!r}: {plan[globs[0]]}" if globs else "not in the plan: replicated"
+    if not globs:
+        return "not in the plan: replicated"
+    style = plan[globs[0]]
+    return f"plan entry {globs[0]!r}: {style if isinstance(style, str) else type(style).__name__}"
 
 
 def _matches(name: str, glob: str) -> bool:

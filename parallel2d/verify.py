@@ -4,6 +4,7 @@ The process alone is plain PyTorch: the model's own forward, torch's cross-entro
 Everything is float64, where sums in another order differ by 1e-15 and a wrong plan by far more.
 """
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -76,12 +77,12 @@ class _Numbers:
 def verify(trial: Trial, mesh: DeviceMesh, name: str) -> Report:
     """Run the trial on rank 0 alone, then on the mesh; the same report on every rank.
 
-    Rank 0 holds the whole model in float64 besides its share. Its tensors are broadcast one at a
-    time, and every rank compares the block that it holds. After a failure all ranks hold it once.
+    Every rank holds the whole model in float64 besides its share; rank 0 also gradients and optimizer
+    state. Its tensors are broadcast one at a time, and every rank compares the block that it holds.
     """
-    alone = _run_alone(trial) if dist.get_rank() == 0 else None
-    model, plan, _ = made = _make(trial)
-    _apply(trial, made, mesh)
+    template = _make(trial.make, trial.seed)
+    alone = _run_alone(trial, template) if dist.get_rank() == 0 else None
+    model, plan = _on_mesh(trial, template, mesh)
     with Recorder(model) as recorder:
         try:
             report = _compare(trial, model, plan, mesh, alone, name)
@@ -91,7 +92,9 @@ def verify(trial: Trial, mesh: DeviceMesh, name: str) -> Report:
             _require_that_all_failed(error)
             where = f"forward fails in {_named(recorder.running, plan)}: {error}"
             return Report(name, 0, math.inf, math.inf, [], where)
-    return report if report.same else replace(report, place=_place(trial, report, mesh))
+    if report.same:
+        return report
+    return replace(report, place=_place(trial, template, report, mesh))
 
 
 def _require_that_all_failed(error: Exception) -> None:
@@ -102,24 +105,24 @@ def _require_that_all_failed(error: Exception) -> None:
         raise error from None
 
 
-def _place(trial: Trial, report: Report, mesh: DeviceMesh) -> str:
+def _place(trial: Trial, template: Model, report: Report, mesh: DeviceMesh) -> str:
     """Which module or gradient is wrong first, as far as the runs can tell."""
-    reference, _, _ = _make(trial)
-    if any(p.is_meta for p in reference.parameters()):
-        init_weights(reference, torch.device("cpu"), trial.seed)
+    reference = _alone(trial, template)
     for tensor in (*reference.parameters(), *reference.buffers()):
         dist.broadcast(tensor.detach(), src=0)
-    model, plan, _ = made = _make(trial)
-    _apply(trial, made, mesh)
-    wrong = first_wrong_output(model, reference, _share(trial.batches[0][0], mesh), mesh["tp"])
-    if wrong is not None:
-        return f"forward: the first output that differs is that of {_named(wrong, plan)}"
-    found = first_wrong_gradient([(p.parameter, p.gradient) for p in report.parameters], TOLERANCE)
-    if found is None:
+    model, plan = _on_mesh(trial, template, mesh)
+    wrong_output = first_wrong_output(model, reference, _share(trial.batches[0][0], mesh), mesh["tp"])
+    if wrong_output is not None:
+        right, wrong = wrong_output
+        before = "" if right is None else f"agree up to {_named(right, plan)}; "
+        return f"forward: outputs {before}the first that differs is that of {_named(wrong, plan)}"
+    errors = [(p.parameter, p.gradient) for p in report.parameters]
+    wrong_gradient = first_wrong_gradient(errors, TOLERANCE)
+    if wrong_gradient is None:
         return "forward and gradients of step 1 agree: what differs comes later"
-    right, wrong = found
-    after = f"agree from the loss back to {_named(_owner(right), plan)} and" if right else ""
-    return f"forward agrees; gradients {after} differ first in {_named(_owner(wrong), plan)}"
+    right, wrong = wrong_gradient
+    back = "" if right is None else f"agree from the loss back to {_named(_owner(right), plan)}; "
+    return f"forward agrees; gradients {back}the first that differs is in {_named(_owner(wrong), plan)}"
 
 
 def _owner(parameter: str) -> str:
@@ -130,31 +133,51 @@ def _named(module: str, plan: Plan) -> str:
     return f"{module or 'the model itself'} ({entry_of(plan, module)})"
 
 
-def _make(trial: Trial) -> Model:
+@torch.no_grad()
+def random_targets(make: Callable[[], Model], inputs: Tensor, seed: int) -> Tensor:
+    """For a batch without targets: random classes of the output's last dim show a wrong plan as well."""
+    model, _, _ = _make(make, seed)
+    *positions, classes = model(inputs.to(next(model.parameters()).device)).shape
+    if classes < 2:
+        raise UserError(f"the output's last dim has size {classes}: there is nothing to compare classes of")
+    return torch.randint(classes, positions, generator=torch.Generator().manual_seed(seed))
+
+
+def _make(make: Callable[[], Model], seed: int) -> Model:
     """Model, plan and units, in float64; values, if it has any, perturbed alike on all ranks."""
-    model, plan, units = trial.make()
+    model, plan, units = make()
     model.double().eval()  # dropout off: its masks depend on the mesh
-    if not any(p.is_meta for p in model.parameters()):
+    if not _is_on_meta(model):
         generator = torch.Generator()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                generator.manual_seed(seed_of(trial.seed, name))
+                generator.manual_seed(seed_of(seed, name))
                 parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     return model, plan, units
 
 
-def _apply(trial: Trial, made: Model, mesh: DeviceMesh) -> None:
-    model, plan, units = made
-    on_meta = any(p.is_meta for p in model.parameters())
-    parallelize(model, mesh, plan=plan, units=units, **{"precision": _FLOAT64, **trial.options})
+def _on_mesh(trial: Trial, template: Model, mesh: DeviceMesh) -> tuple[nn.Module, Plan]:
+    model, plan, units = copy.deepcopy(template)
+    on_meta = _is_on_meta(model)
+    parallelize(model, mesh, plan=plan, units=units, precision=_FLOAT64, **trial.options)
     if on_meta:
         init_weights(model, torch.device("cpu"), trial.seed)
+    return model, plan
 
 
-def _run_alone(trial: Trial) -> _Numbers:
-    model, _, _ = _make(trial)
-    if any(p.is_meta for p in model.parameters()):
+def _alone(trial: Trial, template: Model) -> nn.Module:
+    model, _, _ = copy.deepcopy(template)
+    if _is_on_meta(model):
         init_weights(model, torch.device("cpu"), trial.seed)
+    return model
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    return any(p.is_meta for p in model.parameters())
+
+
+def _run_alone(trial: Trial, template: Model) -> _Numbers:
+    model = _alone(trial, template)
     optimizer = build_optimizer(model, *trial.optimizer)
     numbers = _Numbers([], [], {}, {}, classes=0)
     for inputs, targets in trial.batches:

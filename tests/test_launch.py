@@ -73,7 +73,7 @@ def test_torchrun_alone_and_python_start_their_own_workers(tmp_path, expected):
     command = [TORCHRUN, str(RECIPE), "--dp", "4", "--tp", "2", "--out", str(out), *SMALL]
     ((status, stdout, stderr),) = finish(start(command))
     assert status == 0, stderr
-    assert "one process, and the mesh needs 8: starting 8 local workers" in stdout
+    assert "one process, and the mesh needs 8: starting 8 local workers" in stderr
     assert "mesh      dp×tp = 4×2; 8 ranks, gloo on cpu" in stdout
     assert "tensorboard --logdir" in stdout
     assert losses(out) == pytest.approx(expected, rel=1e-9)
@@ -92,7 +92,7 @@ def test_torchrun_alone_and_python_start_their_own_workers(tmp_path, expected):
     ]
     ((status, stdout, stderr),) = finish(start(go_on))
     assert status == 0, stderr
-    assert "starting 2 local workers" in stdout and "after step 2 of" in stdout
+    assert "starting 2 local workers" in stderr and "after step 2 of" in stdout
     assert len(losses(out)) == 3
 
 

@@ -1,0 +1,180 @@
+"""`parallel2d …` on the command line. The only room besides the recipes that sees a whole configuration."""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel2d import launch
+from parallel2d.config import RunConfig
+from parallel2d.data import Corpus, load_tokens
+from parallel2d.errors import UserError
+from parallel2d.flags import load_config
+from parallel2d.mesh import MeshShape, build_mesh, choose_mesh
+from parallel2d.models.llama import PRESETS, Llama, LlamaConfig
+from parallel2d.verify import Model, Trial, random_targets, verify
+
+_TIMEOUT_S = 600.0
+
+
+def main() -> None:
+    """The console script."""
+    launch.run(_main)
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(prog="parallel2d", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_verify(commands)
+    arguments, rest = parser.parse_known_args()
+    same = _verify(arguments, rest)
+    sys.exit(0 if same else 1)
+
+
+def _add_verify(commands: Any) -> None:
+    parser = commands.add_parser(
+        "verify",
+        allow_abbrev=False,
+        usage="parallel2d verify (MODULE:CALLABLE --batch BATCH | --config FILE [recipe flags]) [options]",
+        help="compare a mesh with one process",
+        description="Run a model on one process and on a dp × tp mesh of gloo workers on this machine's "
+        "CPU, compare, and exit with 0 where they agree, 1 where they differ, 2 for a mistake of input. "
+        "MODULE:CALLABLE is your own and returns (model, plan, units), as parallelize takes them.",
+    )
+    parser.add_argument(
+        "--batch",
+        help="for your own model: tokens:BATCH,LENGTH,VOCABULARY or floats:BATCH,SIZE,… or MODULE:CALLABLE, "
+        "called with the step, that returns (inputs, targets) or inputs",
+    )
+    parser.add_argument("--config", help="a recipe's YAML; the recipe's flags may follow")
+    parser.add_argument("--dp", type=int, help="data-parallel ranks (default: the configuration's, or 1)")
+    parser.add_argument("--tp", type=int, help="tensor-parallel ranks (default: likewise)")
+    parser.add_argument("--dp_replicate", type=int, help="replicas among the dp ranks (default: likewise)")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer updates (default 3)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _verify(arguments: argparse.Namespace, rest: list[str]) -> bool:
+    if arguments.steps < 1:
+        raise UserError(f"--steps {arguments.steps} is not positive")
+    if arguments.config:
+        trial, shape = _configured(arguments, rest)
+    else:
+        trial, shape = _own(arguments, rest)
+    with launch.world(shape.world, "cpu", _TIMEOUT_S):
+        report = verify(trial, build_mesh(shape, "cpu"), str(shape))
+        if dist.get_rank() == 0:
+            print(json.dumps(report.as_dict(), indent=1) if arguments.json else report, flush=True)
+    return report.same
+
+
+@dataclass(frozen=True)
+class LlamaRun(RunConfig):
+    """The schema of recipes/llama_2d.yaml."""
+
+    model: LlamaConfig = field(default_factory=LlamaConfig)
+
+
+def _configured(arguments: argparse.Namespace, rest: list[str]) -> tuple[Trial, MeshShape]:
+    """The configured Llama, batch, optimizer and data, on the configured mesh."""
+    flags = [f"--{n}={v}" for n in ("dp", "tp", "dp_replicate", "steps") if (v := getattr(arguments, n))]
+    config = load_config(LlamaRun, Path(arguments.config), PRESETS, [*rest, *flags])
+    shape = _mesh(
+        config.dp,
+        config.tp,
+        config.dp_replicate,
+        lambda s: config.problems(s.dp, s.tp) + config.model.problems(s.tp),
+    )
+    data, optim = config.data, config.optim
+    corpus = Corpus(
+        load_tokens(data.path), data.seq_len, config.model.vocab_size, data.val_fraction, config.seed
+    )
+    firsts = [step * data.global_batch for step in range(config.steps)]
+
+    def make() -> Model:
+        with torch.device("meta"):
+            model = Llama(config.model)
+        return model, model.tp_plan(), list(model.blocks)
+
+    trial = Trial(
+        make,
+        [corpus.train_batch(range(first, first + data.global_batch)) for first in firsts],
+        options={"activation_checkpoint": config.activation_checkpoint},
+        micro_batch=data.micro_batch,
+        optimizer=(optim.lr, (optim.beta1, optim.beta2), optim.weight_decay),
+        max_norm=optim.max_norm,
+        seed=config.seed,
+    )
+    return trial, shape
+
+
+def _own(arguments: argparse.Namespace, rest: list[str]) -> tuple[Trial, MeshShape]:
+    if len(rest) != 1 or ":" not in rest[0]:
+        raise UserError(
+            f"give --config FILE or one MODULE:CALLABLE, not {' '.join(rest) or 'neither'} "
+            f"(see parallel2d verify --help)"
+        )
+    if not arguments.batch:
+        raise UserError("your own model needs --batch, for example --batch tokens:8,32,256")
+    make = _import(rest[0])
+    batches = [_batch(arguments.batch, step, make) for step in range(arguments.steps)]
+
+    def problems(shape: MeshShape) -> list[str]:
+        size = len(batches[0][0])
+        return [f"a batch of {size} is not divisible by dp {shape.dp}"] if size % shape.dp else []
+
+    shape = _mesh(arguments.dp or 1, arguments.tp or 1, arguments.dp_replicate or 1, problems)
+    return Trial(make, batches, options={}), shape
+
+
+def _mesh(dp: int, tp: int, dp_replicate: int, problems: Callable[[MeshShape], list[str]]) -> MeshShape:
+    world = launch.planned_world(dp, tp, dp_replicate, "cpu")
+    return choose_mesh(dp, tp, dp_replicate, world, problems)
+
+
+def _import(name: str) -> Callable[..., Any]:
+    """MODULE:CALLABLE, from the current folder or installed."""
+    module_name, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        if error.name and not module_name.startswith(error.name):
+            raise
+        raise UserError(f"{name!r}: there is no module {module_name!r} here or installed") from None
+    except (AttributeError, ValueError):
+        raise UserError(f"{name!r} is not MODULE:CALLABLE of something that exists") from None
+    if not callable(found):
+        raise UserError(f"{name!r} is a {type(found).__name__}, not a callable")
+    return found
+
+
+def _batch(spec: str, step: int, make: Callable[[], Model]) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a step, by specification or by the user's callable."""
+    kind, _, sizes = spec.partition(":")
+    made = _drawn(spec, kind, sizes, step) if kind in ("tokens", "floats") else _import(spec)(step)
+    inputs, targets = made if isinstance(made, tuple) else (made, None)
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    return inputs, random_targets(make, inputs, step) if targets is None else targets
+
+
+def _drawn(spec: str, kind: str, sizes: str, step: int) -> Tensor | tuple[Tensor, Tensor]:
+    shape = [int(size) for size in sizes.split(",") if size.isdigit()]
+    if len(shape) != len(sizes.split(",")) or 0 in shape or (kind == "tokens" and len(shape) != 3):
+        raise UserError(f"--batch {spec!r} is neither tokens:BATCH,LENGTH,VOCABULARY nor floats:BATCH,SIZE,…")
+    generator = torch.Generator().manual_seed(step)
+    if kind == "floats":
+        return torch.randn(shape, generator=generator)
+    rows, length, vocabulary = shape
+    ids = torch.randint(vocabulary, (rows, length + 1), generator=generator)
+    return ids[:, :-1], ids[:, 1:]
