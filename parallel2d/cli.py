@@ -15,13 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel2d import launch
+from parallel2d.checkpoint.hf import load_hf, read_config
 from parallel2d.config import RunConfig
 from parallel2d.data import Corpus, load_tokens
 from parallel2d.errors import UserError
 from parallel2d.flags import load_config
 from parallel2d.mesh import MeshShape, build_mesh, choose_mesh
+from parallel2d.models.hf import CannotCarry, from_hf, hf_names
 from parallel2d.models.llama import PRESETS, Llama, LlamaConfig
+from parallel2d.parallelize import parallelize
 from parallel2d.verify import Model, Trial, random_targets, verify
+from parallel2d.verify_hf import ask_transformers, compare, read_expected
 
 _TIMEOUT_S = 600.0
 
@@ -44,7 +48,8 @@ def _add_verify(commands: Any) -> None:
     parser = commands.add_parser(
         "verify",
         allow_abbrev=False,
-        usage="parallel2d verify (MODULE:CALLABLE --batch BATCH | --config FILE [recipe flags]) [options]",
+        usage="parallel2d verify (--config FILE [recipe flags] | --hf DIR | MODULE:CALLABLE --batch BATCH) "
+        "[options]",
         help="compare a mesh with one process",
         description="Run a model on one process and on a dp × tp mesh of gloo workers on this machine's "
         "CPU, compare, and exit with 0 where they agree, 1 where they differ, 2 for a mistake of input. "
@@ -56,6 +61,12 @@ def _add_verify(commands: Any) -> None:
         "called with the step, that returns (inputs, targets) or inputs",
     )
     parser.add_argument("--config", help="a recipe's YAML; the recipe's flags may follow")
+    parser.add_argument("--hf", metavar="DIR", help="a Hugging Face folder: config.json and safetensors")
+    parser.add_argument(
+        "--expected",
+        metavar="FILE",
+        help="for --hf: .npz with input_ids and any of logits, loss, grad_norm (default: ask transformers)",
+    )
     parser.add_argument("--dp", type=int, help="data-parallel ranks (default: the configuration's, or 1)")
     parser.add_argument("--tp", type=int, help="tensor-parallel ranks (default: likewise)")
     parser.add_argument("--dp_replicate", type=int, help="replicas among the dp ranks (default: likewise)")
@@ -66,10 +77,9 @@ def _add_verify(commands: Any) -> None:
 def _verify(arguments: argparse.Namespace, rest: list[str]) -> bool:
     if arguments.steps < 1:
         raise UserError(f"--steps {arguments.steps} is not positive")
-    if arguments.config:
-        trial, shape = _configured(arguments, rest)
-    else:
-        trial, shape = _own(arguments, rest)
+    if arguments.hf:
+        return _verify_hf(arguments, rest)
+    trial, shape = _configured(arguments, rest) if arguments.config else _own(arguments, rest)
     with launch.world(shape.world, "cpu", _TIMEOUT_S):
         report = verify(trial, build_mesh(shape, "cpu"), str(shape))
         if dist.get_rank() == 0:
@@ -120,7 +130,7 @@ def _configured(arguments: argparse.Namespace, rest: list[str]) -> tuple[Trial, 
 def _own(arguments: argparse.Namespace, rest: list[str]) -> tuple[Trial, MeshShape]:
     if len(rest) != 1 or ":" not in rest[0]:
         raise UserError(
-            f"give --config FILE or one MODULE:CALLABLE, not {' '.join(rest) or 'neither'} "
+            f"give --config FILE, --hf DIR or one MODULE:CALLABLE, not {' '.join(rest) or 'neither'} "
             f"(see parallel2d verify --help)"
         )
     if not arguments.batch:
@@ -134,6 +144,38 @@ def _own(arguments: argparse.Namespace, rest: list[str]) -> tuple[Trial, MeshSha
 
     shape = _mesh(arguments.dp or 1, arguments.tp or 1, arguments.dp_replicate or 1, problems)
     return Trial(make, batches, options={}), shape
+
+
+def _verify_hf(arguments: argparse.Namespace, rest: list[str]) -> bool:
+    """Our model with the folder's weights, float32, against the expected arrays or transformers."""
+    if rest or arguments.config:
+        raise UserError(
+            f"--hf goes with --expected, --dp, --tp, --dp_replicate and --json, not {rest or '--config'}"
+        )
+    folder = Path(arguments.hf)
+    try:
+        model_class, config = from_hf(read_config(folder))
+    except CannotCarry as error:
+        raise UserError(f"{folder / 'config.json'}: {error}") from None
+    dp, tp, replicas = arguments.dp or 1, arguments.tp or 1, arguments.dp_replicate or 1
+    shape = _mesh(dp, tp, replicas, lambda s: config.problems(s.tp))
+    expected = read_expected(Path(arguments.expected)) if arguments.expected else ask_transformers(folder)
+    with launch.world(shape.world, "cpu", _TIMEOUT_S) as device:
+        mesh = build_mesh(shape, "cpu")
+        with torch.device("meta"):
+            model = model_class(config)
+        parallelize(model, mesh, plan=model.tp_plan(), units=list(model.blocks))
+        load_hf(folder, model, hf_names(model), device)
+        model.eval()
+        found = {
+            "folder": str(folder),
+            "mesh": str(shape),
+            **compare(model, config.vocab_size, expected, mesh),
+        }
+        if dist.get_rank() == 0:
+            text = "\n".join(f"{key:20}{value}" for key, value in found.items())
+            print(json.dumps(found, indent=1) if arguments.json else text, flush=True)
+    return bool(found["same"])
 
 
 def _mesh(dp: int, tp: int, dp_replicate: int, problems: Callable[[MeshShape], list[str]]) -> MeshShape:

@@ -12,7 +12,7 @@ LAYERS = [
     {"seeds", "shards", "mesh", "collectives", "local_weights", "ties", "styles"},
     {"config", "run_folder", "launch", "tensor_parallel", "fsdp", "init", "data", "loss", "optim"},
     {"flags", "step", "generate", "parallelize", "checkpoint", "metrics", "ledger", "report"},
-    {"locate", "verify"},
+    {"locate", "verify", "verify_hf"},
     {"cli"},
 ]
 # Within a layer: who may use whom, with the reason.

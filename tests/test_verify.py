@@ -224,7 +224,7 @@ def test_the_command_on_a_recipe():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("verify",), "give --config FILE or one MODULE:CALLABLE, not neither"),
+        (("verify",), "give --config FILE, --hf DIR or one MODULE:CALLABLE, not neither"),
         (("verify", "tests.test_verify:make_tiny"), "your own model needs --batch"),
         (("verify", "nowhere:make", *OWN), "there is no module 'nowhere'"),
         (("verify", "tests.test_verify:nothing", *OWN), "is not MODULE:CALLABLE of something that exists"),

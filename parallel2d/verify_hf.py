@@ -1,0 +1,153 @@
+"""Our model with the weights of a Hugging Face folder against results computed elsewhere.
+
+`python -m parallel2d.verify_hf FOLDER RESULTS.npz` computes them with transformers, if installed: in
+a process of its own, because transformers looks for process groups and starts threads.
+"""
+
+import math
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel2d.errors import UserError
+from parallel2d.loss import IGNORE_INDEX, VocabShard, cross_entropy_sum
+from parallel2d.mesh import dp_rank, dp_size, sum_over_dp
+from parallel2d.optim import gradient_norm
+
+# float32 against float32, in another order of sums; logits relative to the largest, where that is above 1.
+LOGITS_TOLERANCE, SCALAR_TOLERANCE = 1e-4, 1e-5
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What somebody else computed: ids (b, s), logits (b, s, v), mean next-token loss, gradient norm.
+
+    What is None is not compared.
+    """
+
+    ids: Tensor
+    logits: Tensor | None
+    loss: float | None
+    grad_norm: float | None
+
+
+def read_expected(file: Path) -> Expected:
+    """An .npz with input_ids and any of logits, loss, grad_norm."""
+    try:
+        arrays = dict(np.load(file, allow_pickle=False))
+        ids = torch.from_numpy(arrays["input_ids"].astype(np.int64))
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"--expected {str(file)!r} is not an .npz file of plain arrays: {error}") from None
+    except KeyError:
+        raise UserError(f"--expected {str(file)!r} has no input_ids, but {', '.join(arrays)}") from None
+    logits = torch.from_numpy(arrays["logits"]).float() if "logits" in arrays else None
+    if ids.ndim != 2 or (logits is not None and logits.shape[:2] != ids.shape):
+        told = "" if logits is None else f", logits {list(logits.shape)}"
+        raise UserError(
+            f"{str(file)!r}: input_ids {list(ids.shape)}{told}, not (batch, length[, vocabulary])"
+        )
+    scalars = [float(arrays[name]) if name in arrays else None for name in ("loss", "grad_norm")]
+    if logits is None and scalars == [None, None]:
+        raise UserError(f"--expected {str(file)!r} has none of logits, loss, grad_norm")
+    return Expected(ids, logits, *scalars)
+
+
+def ask_transformers(folder: Path) -> Expected:
+    """Logits, loss and gradient norm of random ids by transformers, float32, on one process."""
+    with tempfile.TemporaryDirectory() as scratch:
+        results = Path(scratch, "results.npz")
+        command = [sys.executable, "-m", "parallel2d.verify_hf", str(folder), str(results)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(
+                f"transformers could not compute {folder}: give --expected, or pip install transformers\n"
+                f"{done.stderr.strip()[-1000:]}"
+            )
+        return read_expected(results)
+
+
+def compare(model: nn.Module, vocab_size: int, expected: Expected, mesh: DeviceMesh) -> dict[str, Any]:
+    """Forward and backward of the model on the mesh against what is expected; the same on every rank.
+
+    Rows are padded to a multiple of dp and positions to one of tp; causal attention keeps the padding
+    out of sight and the loss does not count it. Besides what the model issues: a few small all-reduces.
+    """
+    ids, targets = _padded(expected.ids, dp_size(mesh), mesh["tp"].size())
+    rows = len(ids) // dp_size(mesh)
+    mine = slice(dp_rank(mesh) * rows, (dp_rank(mesh) + 1) * rows)
+    vocab = VocabShard.of(vocab_size, mesh["tp"])
+    tokens = int((targets != IGNORE_INDEX).sum())
+    logits = model(ids[mine])
+    loss = cross_entropy_sum(logits, targets[mine], vocab)
+    (loss * (dp_size(mesh) / tokens)).backward()
+    mean_loss = float(sum_over_dp(loss.detach().double(), mesh)) / tokens
+    found = {
+        "logits_max_abs_err": _largest_error(logits.detach(), expected, mine, vocab),
+        "loss": mean_loss,
+        "loss_rel_err": _relative(mean_loss, expected.loss),
+        "grad_norm": (norm := float(gradient_norm(model.parameters()))),
+        "grad_norm_rel_err": _relative(norm, expected.grad_norm),
+    }
+    return {"same": _is_same(found, expected), **found}
+
+
+def _padded(ids: Tensor, dp: int, tp: int) -> tuple[Tensor, Tensor]:
+    """Ids and next-token targets, with rows and positions added that count nothing."""
+    targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
+    more = (0, -ids.shape[1] % tp, 0, -ids.shape[0] % dp)
+    return F.pad(ids, more), F.pad(targets, more, value=IGNORE_INDEX)
+
+
+def _largest_error(logits: Tensor, expected: Expected, mine: slice, vocab: VocabShard) -> float | None:
+    """Of this rank's rows and columns, then over all ranks. One all-reduce."""
+    if expected.logits is None:
+        return None
+    theirs = expected.logits[mine, :, vocab.start : vocab.stop]
+    error = torch.zeros(())
+    if theirs.numel():
+        error = (logits[: theirs.shape[0], : theirs.shape[1]] - theirs).abs().max().nan_to_num(nan=math.inf)
+    dist.all_reduce(error, op=dist.ReduceOp.MAX)
+    return error.item()
+
+
+def _relative(ours: float, theirs: float | None) -> float | None:
+    return None if theirs is None else abs(ours - theirs) / abs(theirs)
+
+
+def _is_same(found: dict[str, Any], expected: Expected) -> bool:
+    scale = 1.0 if expected.logits is None else max(1.0, expected.logits.abs().max().item())
+    bounds = {
+        "logits_max_abs_err": LOGITS_TOLERANCE * scale,
+        "loss_rel_err": SCALAR_TOLERANCE,
+        "grad_norm_rel_err": SCALAR_TOLERANCE,
+    }
+    return all(found[key] is None or found[key] <= bound for key, bound in bounds.items())
+
+
+def _compute_with_transformers(folder: Path, results: Path) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (2, 33), generator=draw)
+    logits = model(ids).logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    np.savez(results, input_ids=ids, logits=logits.detach(), loss=loss.item(), grad_norm=norm.item())
+
+
+if __name__ == "__main__":
+    _compute_with_transformers(Path(sys.argv[1]), Path(sys.argv[2]))
