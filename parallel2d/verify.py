@@ -205,12 +205,13 @@ def _compare(
     losses, norms, classes, trained = expected
     vocab = _vocab_of_output(model, trial.batches[0][0], classes, mesh)
     optimizer = build_optimizer(model, *trial.optimizer)
+    shapes = {n: p.shape for n, p in model.named_parameters()}
     gradients: dict[str, float] = {}
 
     def compare_first_gradients(*_: object) -> None:
         if not gradients:
             ours = {n: p.grad for n, p in model.named_parameters() if n in trained}
-            gradients.update(_errors(ours, alone.gradients if alone else None, floor=1e-6))
+            gradients.update(_errors(ours, shapes, alone.gradients if alone else None, floor=1e-6))
 
     optimizer.register_step_pre_hook(compare_first_gradients)
     loss_error = norm_error = 0.0
@@ -223,7 +224,7 @@ def _compare(
     # AdamW turns the rounding error of a gradient that is zero in mathematics into a visible update:
     # weights are compared at the scale of the model's largest.
     ours = {n: p.detach() for n, p in model.named_parameters()}
-    weights = _errors(ours, alone.weights if alone else None, floor=1e-2)
+    weights = _errors(ours, shapes, alone.weights if alone else None, floor=1e-2)
     found = [Difference(n, entry_of(plan, _owner(n)), gradients.get(n, 0.0), weights[n]) for n in weights]
     return Report(name, len(losses), loss_error, norm_error, found, place="")
 
@@ -258,18 +259,22 @@ def _from_rank_0(value: Any) -> Any:
 
 
 def _errors(
-    ours: Mapping[str, Tensor | None], reference: Mapping[str, Tensor] | None, floor: float
+    ours: Mapping[str, Tensor | None],
+    shapes: Mapping[str, torch.Size],
+    reference: Mapping[str, Tensor] | None,
+    floor: float,
 ) -> dict[str, float]:
     """{name: error of this rank's block, largest over ranks, relative to the tensor's largest value}.
 
     Args:
+        ours: None stands for zeros.
+        shapes: of the whole tensors.
         reference: whole tensors, on rank 0; None elsewhere.
         floor: no tensor counts as smaller than this share of the largest of all.
     """
     errors, scales = torch.zeros(len(ours), dtype=torch.float64), torch.zeros(len(ours), dtype=torch.float64)
     for i, (name, tensor) in enumerate(ours.items()):
-        shape = _from_rank_0(reference and reference[name].shape)
-        whole = reference[name].contiguous() if reference else torch.empty(shape, dtype=torch.float64)
+        whole = reference[name].contiguous() if reference else torch.empty(shapes[name], dtype=torch.float64)
         dist.broadcast(whole, src=0)
         if tensor is None:
             mine, block = torch.zeros_like(whole), whole
