@@ -137,12 +137,7 @@ def _own(arguments: argparse.Namespace, rest: list[str]) -> tuple[Trial, MeshSha
         raise UserError("your own model needs --batch, for example --batch tokens:8,32,256")
     make = _import(rest[0])
     batches = [_batch(arguments.batch, step, make) for step in range(arguments.steps)]
-
-    def problems(shape: MeshShape) -> list[str]:
-        size = len(batches[0][0])
-        return [f"a batch of {size} is not divisible by dp {shape.dp}"] if size % shape.dp else []
-
-    shape = _mesh(arguments.dp or 1, arguments.tp or 1, arguments.dp_replicate or 1, problems)
+    shape = _mesh(arguments.dp or 1, arguments.tp or 1, arguments.dp_replicate or 1, lambda _: [])
     return Trial(make, batches, options={}), shape
 
 

@@ -168,6 +168,17 @@ def _order(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
     return np.random.default_rng((seed, epoch)).permutation(size)
 
 
+def rows_of_rank(batch: Tensor, rank: int, ranks: int, fill: int = 0) -> Tensor:
+    """(b, …) -> this rank's ⌈b/ranks⌉ rows; where the batch has ended, rows of `fill`.
+
+    Every rank gets as many, because every rank must take part in every collective: the last batch of
+    an epoch may be smaller than dp. Targets are filled with -100, which counts nothing.
+    """
+    share = -(-len(batch) // ranks)
+    mine = batch[rank * share : (rank + 1) * share]
+    return torch.cat((mine, mine.new_full((share - len(mine), *batch.shape[1:]), fill)))
+
+
 @dataclass(frozen=True)
 class RankData:
     """What one rank trains on: its part of each global batch, in micro-batches, on its device.

@@ -38,8 +38,9 @@ class Report:
 
     @property
     def differing(self) -> list[Difference]:
-        """Parameters above the tolerance; a NaN is."""
-        return [p for p in self.parameters if not max(p.gradient, p.weight) < TOLERANCE]
+        """Parameters above the tolerance, a NaN included; the worst gradients first."""
+        found = [p for p in self.parameters if not max(p.gradient, p.weight) < TOLERANCE]
+        return sorted(found, key=lambda p: -p.gradient)
 
     def worst(self, what: str) -> tuple[float, str]:
         """(largest error, its parameter); what: "gradient" or "weight"."""
@@ -79,7 +80,7 @@ class Report:
         return "\n".join([*lines, f"{verdict} (tolerance {TOLERANCE:.0e})"])
 
     def _differing_lines(self) -> list[str]:
-        lines = [f"{self.place}"] if self.place else []
+        lines = self.place.split("; ") if self.place else []
         if self.differing:
             lines.append(f"{'parameter that differs':38}{'gradient':>12}{'weight':>12}   decided by")
         for p in self.differing[:_SHOWN]:

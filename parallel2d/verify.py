@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from parallel2d.data import rows_of_rank
 from parallel2d.errors import UserError
 from parallel2d.fsdp import Precision, inference
 from parallel2d.init import init_weights
@@ -111,7 +112,7 @@ def _place(trial: Trial, template: Model, report: Report, mesh: DeviceMesh) -> s
     for tensor in (*reference.parameters(), *reference.buffers()):
         dist.broadcast(tensor.detach(), src=0)
     model, plan = _on_mesh(trial, template, mesh)
-    wrong_output = first_wrong_output(model, reference, _share(trial.batches[0][0], mesh), mesh["tp"])
+    wrong_output = first_wrong_output(model, reference, _rows(trial.batches[0][0], mesh), mesh["tp"])
     if wrong_output is not None:
         right, wrong = wrong_output
         before = "" if right is None else f"agree up to {_named(right, plan)}; "
@@ -232,7 +233,7 @@ def _compare(
 def _vocab_of_output(model: nn.Module, inputs: Tensor, classes: int, mesh: DeviceMesh) -> VocabShard:
     """Whether the model's output is whole or a tp share of the classes."""
     with inference(model):
-        width = model(_share(inputs, mesh)).shape[-1]
+        width = model(_rows(inputs, mesh)).shape[-1]
     shard = VocabShard.of(classes, mesh["tp"])
     if width == classes:
         return VocabShard.whole(classes)
@@ -241,13 +242,12 @@ def _vocab_of_output(model: nn.Module, inputs: Tensor, classes: int, mesh: Devic
     raise UserError(f"the output's last dim is {width} on the mesh and {classes} on one process")
 
 
-def _share(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of a batch that dp divides."""
-    return whole.chunk(dp_size(mesh))[dp_rank(mesh)]
+def _rows(whole: Tensor, mesh: DeviceMesh, fill: int = 0) -> Tensor:
+    return rows_of_rank(whole, dp_rank(mesh), dp_size(mesh), fill)
 
 
 def _parts(batch: Batch, micro_batch: int, mesh: DeviceMesh) -> list[Batch]:
-    inputs, targets = (_share(whole, mesh) for whole in batch)
+    inputs, targets = _rows(batch[0], mesh), _rows(batch[1], mesh, IGNORE_INDEX)
     size = micro_batch or len(inputs)
     return list(zip(inputs.split(size), targets.split(size), strict=True))
 

@@ -65,17 +65,17 @@ def make(name: str) -> Model:
     return model, model.tp_plan(), list(model.blocks)
 
 
-def reports(shape: MeshShape, names: list[str], steps: int) -> dict[str, Report]:
+def reports(shape: MeshShape, names: list[str], steps: int, rows: int = 4) -> dict[str, Report]:
     found = {}
     with launch.world(shape.world, "cpu", 60):
         mesh = build_mesh(shape, "cpu")
         for name in names:
             vocab_size = MODELS[name][1].vocab_size
             draw = torch.Generator().manual_seed(1)
-            ids = torch.randint(vocab_size, (4, 9), generator=draw)
+            ids = torch.randint(vocab_size, (rows, 9), generator=draw)
             ids, targets = ids[:, :-1], ids[:, 1:].clone()
             # Padding that falls unevenly on ranks and micro-batches: one sequence has two real tokens.
-            targets[0, 2:] = targets[2, ::2] = -100
+            targets[0, 2:] = targets[-1, ::2] = -100
             trial = Trial(functools.partial(make, name), [(ids, targets)] * steps, options={}, micro_batch=1)
             found[name] = verify(trial, mesh, str(shape))
     return found
@@ -92,8 +92,13 @@ def test_each_alone_in_two_blocks(shape):
     check(shape, [*LLAMAS, "GPT-2"], steps=2)
 
 
-def check(shape: MeshShape, names: list[str], steps: int) -> None:
-    for found in run_ranks(shape.world, reports, shape, names, steps):
+@pytest.mark.parametrize("rows", [3, 5])
+def test_a_last_batch_that_dp_does_not_divide_or_that_is_smaller(rows):
+    check(MeshShape(2, 2, 1), ["GPT-2"], steps=1, rows=rows)
+
+
+def check(shape: MeshShape, names: list[str], steps: int, rows: int = 4) -> None:
+    for found in run_ranks(shape.world, reports, shape, names, steps, rows):
         assert list(found) == names
         for name, report in found.items():
             assert report.same, f"{name}\n{report}"

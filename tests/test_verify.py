@@ -233,10 +233,6 @@ def test_the_command_on_a_recipe():
             ("verify", "tests.test_verify:make_tiny", "--batch", "tokens:4,6"),
             "is neither tokens:BATCH,LENGTH",
         ),
-        (
-            ("verify", "tests.test_verify:make_tiny", *OWN, "--dp", "3", "--tp", "1"),
-            "a batch of 4 is not divisible by dp 3",
-        ),
         (("verify", "--config", "nowhere.yaml"), "--config 'nowhere.yaml' is not a file"),
         (("verify", "--config", str(ROOT / "recipes" / "llama_2d.yaml"), "--tp", "3"), "use tp 1, 2, 4, 8"),
         (("verify", *OWN, "--steps", "0", "--config", "x"), "--steps 0 is not positive"),
