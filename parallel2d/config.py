@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch import nn
+
+from parallel2d.fsdp import FsdpPolicy
 
 DtypeName = Literal["float32", "float64", "bfloat16"]
 
@@ -95,11 +98,15 @@ class PrecisionConfig:
         param: weights and optimizer state at rest.
         compute: forward and backward; not given: bfloat16 on CUDA over float32 weights, else as param.
         reduce: gradient reduction over dp; not given: float32, or float64 over float64 weights.
+        output: what the model returns, the logits, is cast to it; not given: left as computed.
+        cast_inputs: cast the model's floating-point inputs to `compute` (token ids are none).
     """
 
     param: DtypeName = "float32"
     compute: DtypeName | None = None
     reduce: DtypeName | None = None
+    output: DtypeName | None = None
+    cast_inputs: bool = True
 
     def dtypes(self, device_type: str) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """param, compute and reduce, with what was not given filled in for this device."""
@@ -107,6 +114,46 @@ class PrecisionConfig:
         compute = self.compute or ("bfloat16" if mixed else self.param)
         reduce = self.reduce or ("float64" if self.param == "float64" else "float32")
         return getattr(torch, self.param), getattr(torch, compute), getattr(torch, reduce)
+
+    def output_dtype(self) -> torch.dtype | None:
+        return getattr(torch, self.output) if self.output else None
+
+
+@dataclass(frozen=True)
+class FsdpConfig:
+    """How FSDP trades memory for traffic; `FsdpPolicy` and `set_gradient_sync` know the rules.
+
+    Args:
+        reshard_after_forward: what is freed after forward and gathered again in backward: auto, all
+            blocks but the last; always, everything; never, nothing; a number N, as auto, but kept in
+            shards over groups of N ranks (N divides dp_shard; tp 1 only).
+        offload: keep weights, gradients and optimizer state in pinned host memory (CUDA only).
+        forward_prefetch: blocks that are gathered before the forward that precedes theirs.
+        backward_prefetch: likewise in backward; 0 is FSDP's own way, one block.
+        forward_methods: methods of the model besides forward that may be called on sharded weights.
+        gradient_sync: when accumulated gradients are reduced over dp: with every micro-batch, with the
+            last only, or over the shards with every and over the replicas with the last (replicas_last).
+    """
+
+    reshard_after_forward: Literal["auto", "always", "never"] | int = "auto"
+    offload: bool = False
+    forward_prefetch: int = 0
+    backward_prefetch: int = 0
+    forward_methods: list[str] = field(default_factory=list)
+    gradient_sync: Literal["every", "last", "replicas_last"] = "every"
+
+    def policy(self) -> FsdpPolicy:
+        """What `parallelize` is given; gradient_sync is for `train_step`."""
+        return FsdpPolicy(
+            self.reshard_after_forward,
+            self.offload,
+            self.forward_prefetch,
+            self.backward_prefetch,
+            tuple(self.forward_methods),
+        )
+
+    def problems(self, model: type[nn.Module], dp_shard: int, tp: int, device_type: str) -> list[str]:
+        return [f"fsdp.{problem}" for problem in self.policy().problems(model, dp_shard, tp, device_type)]
 
 
 @dataclass(frozen=True)
@@ -162,6 +209,8 @@ class RunConfig:
         steps: optimizer updates of the whole run.
         out: run folder: config.yaml, metrics.jsonl, tensorboard/, checkpoints/.
         device: auto takes CUDA where there is one.
+        freeze: globs over parameter names that are not trained; `!` before one trains it after all, and
+            later ones win: ["*", "!*norm*"] trains norms only.
         activation_checkpoint: what each block computes again in backward to save memory.
         timeout_s: a collective that waits longer ends the run.
         ledger: print the collectives of the first step, by formula and as observed.
@@ -175,11 +224,13 @@ class RunConfig:
     out: str = "runs/run"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
+    freeze: list[str] = field(default_factory=list)
     timeout_s: float = 600.0
     ledger: bool = False
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 

@@ -1,45 +1,205 @@
-"""fully_shard, block by block. Its only caller."""
+"""fully_shard, block by block, and the policies it takes. Its only caller."""
 
 import dataclasses
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+Reshard = Literal["auto", "always", "never"] | int
+GradientSync = Literal["every", "last", "replicas_last"]
 
 
 @dataclass(frozen=True)
 class Precision:
-    """dtypes of a run: weights at rest, arithmetic in forward and backward, gradient reduction over dp."""
+    """dtypes of a run.
+
+    Args:
+        param: weights at rest.
+        compute: arithmetic in forward and backward.
+        reduce: gradient reduction over dp.
+        output: what the model returns is cast to it; None leaves it as computed.
+        cast_inputs: cast the floating-point inputs of the model to `compute`.
+    """
 
     param: torch.dtype = torch.float32
     compute: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
+    output: torch.dtype | None = None
+    cast_inputs: bool = True
 
 
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, units: Sequence[nn.Module], precision: Precision) -> None:
+@dataclass(frozen=True)
+class FsdpPolicy:
+    """When weights are gathered and freed, and where they rest.
+
+    Args:
+        reshard_after_forward: which units free their weights after forward and gather them again in
+            backward. auto: all but the last one, whose backward follows at once. always: all, and the
+            root. never: none. A number N: as auto, but to shards over groups of N ranks.
+        offload: weights, gradients and optimizer state rest in pinned host memory.
+        forward_prefetch: so many units are gathered before the forward that precedes theirs; 0: none.
+        backward_prefetch: likewise in backward; 0 is FSDP's own, one unit.
+        forward_methods: methods of the model besides forward that may be called on sharded weights.
+    """
+
+    reshard_after_forward: Reshard = "auto"
+    offload: bool = False
+    forward_prefetch: int = 0
+    backward_prefetch: int = 0
+    forward_methods: tuple[str, ...] = ()
+
+    def problems(self, model: type[nn.Module], dp_shard: int, tp: int, device_type: str) -> list[str]:
+        """Every rule that the policy breaks, for this class of model on this mesh."""
+        found = [
+            f"{name} {depth} is below 0"
+            for name in ("forward_prefetch", "backward_prefetch")
+            if (depth := getattr(self, name)) < 0
+        ]
+        found += self._problems_of_reshard(dp_shard, tp)
+        if self.offload and device_type == "cpu":
+            found.append("offload true: on a CPU the weights rest in host memory already: use offload false")
+        known = _public_methods(model)
+        found += [
+            f"forward_methods: {model.__name__} has no public method {name!r} "
+            f"(it has: {', '.join(known) or 'none besides forward'})"
+            for name in self.forward_methods
+            if name not in known
+        ]
+        return found
+
+    def _problems_of_reshard(self, dp_shard: int, tp: int) -> list[str]:
+        size = self.reshard_after_forward
+        if size == "never" and self.backward_prefetch > 0:
+            return [
+                f"backward_prefetch {self.backward_prefetch}: with reshard_after_forward never, backward "
+                f"gathers nothing: use backward_prefetch 0"
+            ]
+        if isinstance(size, str):
+            return (
+                [] if size in ("auto", "always", "never") else [f"reshard_after_forward {size!r} is unknown"]
+            )
+        if tp > 1:
+            return [
+                f"reshard_after_forward {size}: torch's FSDP cannot reshard tensor-parallel weights to a "
+                f"smaller group: with tp {tp} use auto, always or never"
+            ]
+        fits = [str(n) for n in range(2, dp_shard) if dp_shard % n == 0]
+        if str(size) in fits:
+            return []
+        return [
+            f"reshard_after_forward {size} is no group within dp_shard {dp_shard}: "
+            f"use {', '.join(['auto, always, never', *fits])}"
+        ]
+
+
+def _public_methods(model: type[nn.Module]) -> list[str]:
+    """Those that the class adds to nn.Module's."""
+    added = (name for name in dir(model) if not name.startswith("_") and not hasattr(nn.Module, name))
+    return [name for name in added if inspect.isroutine(getattr(model, name))]
+
+
+def apply_fsdp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    units: Sequence[nn.Module],
+    precision: Precision,
+    policy: FsdpPolicy,
+) -> None:
     """Shard every parameter over dp_shard (dim 0), in place; replicate over dp_replicate (HSDP).
 
     Each unit, then the root with what the units leave, is one all-gather in forward and one
-    reduce-scatter (and with replicas one all-reduce) in backward. Units reshard after forward and
-    gather again in backward, except the last one and the root, whose backward follows at once.
-    The policy's dtypes hold on every mesh, dp 1 included. Gradients are means over dp.
+    reduce-scatter (and with replicas one all-reduce) in backward; a group without trained parameters
+    reduces nothing. The dtypes hold on every mesh, dp 1 included. Gradients are means over dp.
 
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
     replicas = mesh["dp_replicate"].size()
     dp_mesh = mesh["dp_shard"] if replicas == 1 else mesh["dp_replicate", "dp_shard"]
-    compute = None if precision.compute == precision.param else precision.compute
-    of_root = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.reduce)
-    # Only the root casts its inputs: what passes between units has the compute dtype already, and
-    # what a model keeps in float32 on purpose (rotary tables) must arrive as it is.
-    of_unit = dataclasses.replace(of_root, cast_forward_inputs=False)
-    for unit in units:
-        fully_shard(unit, mesh=dp_mesh, mp_policy=of_unit, reshard_after_forward=unit is not units[-1])
-    fully_shard(model, mesh=dp_mesh, mp_policy=of_root, reshard_after_forward=False)
+    of_root = MixedPrecisionPolicy(
+        param_dtype=None if precision.compute == precision.param else precision.compute,
+        reduce_dtype=precision.reduce,
+        output_dtype=precision.output,
+        cast_forward_inputs=precision.cast_inputs,
+    )
+    # Only the root casts: what passes between units has the compute dtype already, and what a model
+    # keeps in float32 on purpose (rotary tables) must arrive as it is.
+    of_unit = dataclasses.replace(of_root, cast_forward_inputs=False, output_dtype=None)
+    rest: dict[str, Any] = {
+        "mesh": dp_mesh,
+        "offload_policy": CPUOffloadPolicy() if policy.offload else OffloadPolicy(),
+    }
+    shards = [
+        fully_shard(unit, mp_policy=of_unit, reshard_after_forward=reshards, **rest)
+        for unit, reshards in zip(units, _reshards(policy.reshard_after_forward, len(units)), strict=True)
+    ]
+    of_always = policy.reshard_after_forward == "always"
+    root = fully_shard(model, mp_policy=of_root, reshard_after_forward=of_always, **rest)
+    _set_prefetch(root, shards, policy)
+    for name in dict.fromkeys(policy.forward_methods):
+        register_fsdp_forward_method(model, name)
+    if not all(parameter.requires_grad for parameter in model.parameters()):
+        for unit in units:
+            unit.register_forward_hook(_gather_in_backward_if_there_is_one)
+
+
+def _reshards(choice: Reshard, units: int) -> list[bool | int]:
+    """What fully_shard is told for each unit."""
+    of_most = choice != "never" if isinstance(choice, str) else choice
+    return [of_most] * (units - 1) + [choice == "always"] * min(units, 1)
+
+
+def _set_prefetch(root: FSDPModule, units: list[FSDPModule], policy: FsdpPolicy) -> None:
+    """The root runs first in both directions, so that it fetches the first units of each."""
+    if policy.forward_prefetch:
+        for module, ahead in _ahead([root, *units], policy.forward_prefetch):
+            module.set_modules_to_forward_prefetch(ahead)
+    if policy.backward_prefetch:
+        for module, ahead in _ahead([root, *reversed(units)], policy.backward_prefetch):
+            module.set_modules_to_backward_prefetch(ahead)
+
+
+def _ahead(order: list[FSDPModule], depth: int) -> Iterator[tuple[FSDPModule, list[FSDPModule]]]:
+    for index, module in enumerate(order):
+        yield module, order[index + 1 : index + 1 + depth]
+
+
+def _gather_in_backward_if_there_is_one(unit: nn.Module, _: Any, output: Any) -> None:
+    """A forward hook for models with frozen parameters.
+
+    A unit whose output needs no gradient has no backward, and FSDP's prefetch would gather it in vain.
+    """
+    if torch.is_grad_enabled() and isinstance(unit, FSDPModule):
+        tensors = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, Tensor)]
+        unit.set_unshard_in_backward(any(t.requires_grad for t in tensors))
+
+
+def set_gradient_sync(model: nn.Module, mode: GradientSync, *, is_last: bool) -> None:
+    """What the next backward sends, in a step of several micro-batches. Call it before each forward.
+
+    After the last micro-batch gradients are reduced in full, whatever the mode; until then
+
+    - every: likewise, so that only shards of gradients are kept;
+    - last: not at all; each rank keeps its whole gradients, in the reduction's dtype;
+    - replicas_last: over dp_shard but not over dp_replicate; one more shard of gradients is kept.
+      Without replicas it is the same as `every`.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last or mode != "last")
+        model.set_requires_all_reduce(is_last or mode == "every")
 
 
 def reshard(model: nn.Module) -> None:

@@ -12,18 +12,19 @@ from parallel2d.shards import local_box
 from parallel2d.ties import find_ties, restore_ties
 
 
-def init_weights(model: nn.Module, device: torch.device, seed: int) -> None:
+def init_weights(model: nn.Module, device: torch.device, seed: int, *, offload: bool = False) -> None:
     """Materialise the model on `device` and fill each module's weights by its own reset_parameters().
 
     One module at a time gets its parameters in full, drawn from a generator seeded by (seed, module
     name), and each rank keeps its slice: bit-identical weights on every mesh, and never more than one
     module's own parameters beyond the shards. A tied parameter is filled by its first owner.
     Every module that owns parameters or buffers must define reset_parameters(), as torch's do.
+    With offload, as in `FsdpPolicy`, they are drawn on the device all the same and kept in host memory.
     No communication.
     """
     _require_reset_parameters(model)
     ties = find_ties(model)
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if offload else device)
     restore_ties(ties)
     done: set[nn.Parameter] = set()
     devices = [device] if device.type == "cuda" else []
@@ -31,7 +32,7 @@ def init_weights(model: nn.Module, device: torch.device, seed: int) -> None:
         for name, module in model.named_modules():
             if _owns_state(module):
                 torch.manual_seed(seed_of(seed, name))
-                _reset(name, module, done)
+                _reset(name, module, device, done)
 
 
 def _owns_state(module: nn.Module) -> bool:
@@ -51,11 +52,15 @@ def _require_reset_parameters(model: nn.Module) -> None:
         )
 
 
-def _reset(name_of_module: str, module: nn.Module, done: set[nn.Parameter]) -> None:
-    """Call reset_parameters() on full-size tensors, then keep this rank's slices."""
+def _reset(name_of_module: str, module: nn.Module, device: torch.device, done: set[nn.Parameter]) -> None:
+    """Call reset_parameters() on full-size tensors on the device, then keep this rank's slices."""
     shards = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     for name, parameter in shards.items():
-        module._parameters[name] = nn.Parameter(_empty_whole(parameter), parameter.requires_grad)
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        module._parameters[name] = nn.Parameter(whole, parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        # Offload is for parameters; to_empty knows no difference.
+        module._buffers[name] = None if buffer is None else buffer.to(device)
     state = {n: t for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
     for tensor in state.values():
         # Uninitialised memory would differ from rank to rank; NaN shows what is never filled.
@@ -72,11 +77,6 @@ def _reset(name_of_module: str, module: nn.Module, done: set[nn.Parameter]) -> N
         if parameter not in done:
             done.add(parameter)
             _copy_slice(parameter, whole)
-
-
-def _empty_whole(parameter: nn.Parameter) -> Tensor:
-    device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
 
 
 def _copy_slice(parameter: nn.Parameter, whole: Tensor) -> None:

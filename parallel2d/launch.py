@@ -56,7 +56,7 @@ def planned_world(dp: int, tp: int, dp_replicate: int, device: str) -> int:
     if dp > 0:
         return dp * max(tp, 1)
     group = max(tp, 1) * max(dp_replicate, 1)
-    gpus = torch.cuda.device_count() if _device_type(device) == "cuda" else 0
+    gpus = torch.cuda.device_count() if device_type(device) == "cuda" else 0
     return max(gpus // group, 1) * group
 
 
@@ -99,7 +99,8 @@ def require_agreement(**facts: object) -> None:
             )
 
 
-def _device_type(device: str) -> str:
+def device_type(device: str) -> str:
+    """cpu or cuda; auto takes CUDA where there is one."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -108,7 +109,7 @@ def _device_type(device: str) -> str:
 
 
 def _choose_device(device: str, place: Place) -> torch.device:
-    if _device_type(device) == "cpu":
+    if device_type(device) == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if place.local_rank >= gpus:
@@ -143,7 +144,7 @@ def _start_local_workers(size: int, device: str) -> None:
     for name in [n for n in os.environ if n in _TORCHRUN_NAMES or n.startswith(_TORCHRUN_PREFIXES)]:
         del os.environ[name]
     os.environ["OMP_NUM_THREADS"] = str(_threads_per_worker(size))
-    if sys.platform == "linux" and _device_type(device) == "cpu" and _threads_per_worker(size) == 1:
+    if sys.platform == "linux" and device_type(device) == "cpu" and _threads_per_worker(size) == 1:
         _fork_workers(size)
     else:
         _restart_under_torchrun(size)

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel2d.fsdp import GradientSync, Reshard
 from parallel2d.mesh import AXES
 from parallel2d.shards import tp_shape
 
@@ -50,7 +52,7 @@ class Observer(TorchDispatchMode):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        self._axes = {mesh[axis].get_group().group_name: axis for axis in AXES}
+        self._axes: dict[str, str] = {mesh[axis].get_group().group_name: axis for axis in AXES}
         self._seen: dict[tuple[str, str], Traffic] = {}
 
     @property
@@ -62,10 +64,17 @@ class Observer(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             kind = _KINDS.get(func._opname)
             if kind is not None:
-                entry = (self._axes.get(_group_name(args), WORLD), kind)
+                entry = (self._axis(_group_name(args)), kind)
                 size = max(_bytes(args), _bytes(result))
                 self._seen[entry] = self._seen.get(entry, Traffic()) + Traffic(1, size)
         return result
+
+    def _axis(self, group_name: str) -> str:
+        """Its name; that of a part of dp_shard, to which weights can be resharded, has its size added."""
+        if group_name in self._axes:
+            return self._axes[group_name]
+        size = _resolve_process_group(GroupName(group_name)).size()
+        return WORLD if size == dist.get_world_size() else f"dp_shard/{size}"
 
 
 def _group_name(args: Sequence[Any]) -> str:
@@ -95,6 +104,9 @@ class Step:
         compute: dtype of forward and backward, in which weights are gathered.
         reduce: dtype in which gradients are reduced over dp.
         activation_checkpoint: as given to `parallelize`.
+        reshard_after_forward: as in `FsdpPolicy`.
+        gradient_sync: as given to `train_step`.
+        output: dtype of the logits; None for that of compute.
     """
 
     micro_batch: int
@@ -104,6 +116,9 @@ class Step:
     compute: torch.dtype
     reduce: torch.dtype
     activation_checkpoint: str
+    reshard_after_forward: Reshard = "auto"
+    gradient_sync: GradientSync = "every"
+    output: torch.dtype | None = None
 
 
 def expected_step(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, step: Step) -> Ledger:
@@ -112,41 +127,107 @@ def expected_step(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh
     For a parallelized model with attention and feed-forward in each block, as `Llama.tp_plan()` splits
     it: over tp every gather and scatter moves the residual stream, (b, s, d). Per forward and backward:
 
-    - dp_shard: 2L gathers of weights (L blocks and the root in forward; in backward all blocks but the
-      last, which like the root was kept) and L+1 reduce-scatters of gradients;
-    - dp_replicate: L+1 all-reduces of the shards' gradients;
-    - tp: 4L+2 gathers and as many scatters, 1 gather for the loss, 1 all-reduce for each norm weight;
-      with activation checkpointing 2L gathers and L scatters more, for what is computed again.
+    - dp_shard: L+1 gathers of weights in forward, and in backward one for each group that was freed:
+      L-1 (auto), L+1 (always) or none (never); with a number N, L-1 over dp_shard/N;
+    - dp_shard: L+1 reduce-scatters of gradients; dp_replicate: L+1 all-reduces of the shards' gradients;
+    - tp: 4L+2 gathers and as many scatters, 1 gather for the loss, 1 all-reduce for each weight that is
+      whole over tp (norms, biases added after a sum, key/value heads fewer than tp); with activation
+      checkpointing 2L gathers and L scatters more, for what is computed again.
 
-    Per step: over each data axis an all-reduce for the token count and one for the loss, over the world
-    one for the gradient norm. An axis of size 1 sends nothing.
+    With gradient_sync `last` the reductions, those of whole weights over tp included, are once per step,
+    with `replicas_last` those over dp_replicate. What is frozen is not reduced, and backward ends at
+    the first trained parameter. Per step: over each data axis an all-reduce for the token count and one
+    for the loss, over the world one for the gradient norm. An axis of size 1 sends nothing.
     """
-    once = _weights(model, units, mesh, step) | _activations(model, len(units), mesh, step)
-    ledger = {k: Traffic(t.count * step.accumulation, t.bytes * step.accumulation) for k, t in once.items()}
+    reach = _backward_reach(model, units)
+    ledger = _gathers(model, units, mesh, step, reach) | _reductions(model, units, mesh, step)
+    ledger |= _activations(len(units), mesh, step, reach)
     sizes = {axis: mesh[axis].size() for axis in AXES} | {WORLD: mesh.size()}
     # An axis as large as the world has the world's own group.
     world = next((axis for axis in AXES if sizes[axis] == sizes[WORLD]), WORLD)
-    norm = Traffic(1, 4 if mesh.device_type == "cuda" else 8)
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    norm = Traffic(1, 4 if on_gpu else 8)
     for axis, more in (("dp_shard", Traffic(2, 16)), ("dp_replicate", Traffic(2, 16)), (world, norm)):
         ledger[axis, "all_reduce"] = ledger.get((axis, "all_reduce"), Traffic()) + more
-    return {key: traffic for key, traffic in ledger.items() if sizes[key[0]] > 1}
+    # A part of an axis is named axis/size.
+    sent = {key: traffic for key, traffic in ledger.items() if sizes[key[0].split("/")[0]] > 1}
+    return {key: traffic for key, traffic in sent.items() if traffic.count}
 
 
-def _weights(
-    model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, step: Step
-) -> dict[tuple[str, str], Traffic]:
-    shards = mesh["dp_shard"].size()
+@dataclass(frozen=True)
+class _Reach:
+    """How far down backward goes. Where nothing is frozen: through everything."""
+
+    blocks: int  # the last so many have a backward
+    halves: int  # of blocks: attention or feed-forward, each with its norm
+    norms: int  # of these halves, those whose norm has a backward, too
+    embedding: bool
+    head: bool  # gradients pass the head
+
+
+def _backward_reach(model: nn.Module, units: Sequence[nn.Module]) -> _Reach:
+    """From the order of parameters, which is that of running: a half of a block begins with its norm.
+
+    Norms are the only children of a block that own parameters; attention's and feed-forward's lie deeper.
+    """
+    parameters = list(model.parameters())
+    in_units = {p for unit in units for p in unit.parameters()}
+    first = next(i for i, p in enumerate(parameters) if p.requires_grad)
+    of_norms = [next(child.parameters(recurse=False), None) for unit in units for child in unit.children()]
+    norms = [i for i, p in enumerate(parameters) if any(p is norm for norm in of_norms)]
+    if first < norms[0]:
+        return _Reach(len(units), len(norms), len(norms), embedding=True, head=True)
+    last_of_units = max(i for i, p in enumerate(parameters) if p in in_units)
+    whole = sum(norm >= first for norm in norms)
+    halves = whole + (first not in norms and first <= last_of_units)
+    head_alone = first > last_of_units and parameters[first].ndim > 1
+    return _Reach(-(-halves // 2), halves, whole, embedding=False, head=not head_alone)
+
+
+_Entries = dict[tuple[str, str], Traffic]
+
+
+def _groups(model: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
+    """What each unit gathers at once, and last the root."""
     in_units = {p for unit in units for p in unit.parameters()}
     root = [p for p in model.parameters() if p not in in_units]
-    groups = [list(unit.parameters()) for unit in units] + [root]
-    sizes = [sum(_padded(tp_shape(p), shards) for p in group) for group in groups]
-    # The last block and the root are gathered once, the others twice.
-    gathered = 2 * sum(sizes[:-2]) + sizes[-2] + sizes[-1]
+    return [list(unit.parameters()) for unit in units] + [root]
+
+
+def _gathers(
+    model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, step: Step, reach: _Reach
+) -> _Entries:
+    shards, size = mesh["dp_shard"].size(), step.compute.itemsize * step.accumulation
+    sizes = [sum(_padded(tp_shape(p), shards) for p in group) * size for group in _groups(model, units)]
+    freed = {"never": slice(0, 0), "always": slice(-reach.blocks - 1, None)}
+    again = sizes[freed.get(str(step.reshard_after_forward), slice(len(units) - reach.blocks, -2))]
+    forward = Traffic(len(sizes) * step.accumulation, sum(sizes))
+    backward = Traffic(len(again) * step.accumulation, sum(again))
+    if isinstance(step.reshard_after_forward, str):
+        return {("dp_shard", "all_gather"): forward + backward}
+    part = f"dp_shard/{step.reshard_after_forward}"
+    return {("dp_shard", "all_gather"): forward, (part, "all_gather"): backward}
+
+
+def _reductions(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, step: Step) -> _Entries:
+    shards = mesh["dp_shard"].size()
+    trained = [[p for p in group if p.requires_grad] for group in _groups(model, units)]
+    sizes = [sum(_padded(tp_shape(p), shards) for p in group) for group in trained if group]
     reduced = sum(sizes) * step.reduce.itemsize
+    whole = [p for group in trained for p in group if tp_shape(p) == p.shape]
+    # What waits for the last micro-batch waits in the dtype of the reduction.
+    waits = step.gradient_sync == "last" and step.accumulation > 1
+    whole_size = (step.reduce if waits else step.compute).itemsize
+    shard_times = 1 if step.gradient_sync == "last" else step.accumulation
+    replica_times = step.accumulation if step.gradient_sync == "every" else 1
     return {
-        ("dp_shard", "all_gather"): Traffic(2 * len(units), gathered * step.compute.itemsize),
-        ("dp_shard", "reduce_scatter"): Traffic(len(groups), reduced),
-        ("dp_replicate", "all_reduce"): Traffic(len(groups), reduced // shards),
+        ("dp_shard", "reduce_scatter"): Traffic(len(sizes) * shard_times, reduced * shard_times),
+        ("dp_replicate", "all_reduce"): Traffic(
+            len(sizes) * replica_times, reduced // shards * replica_times
+        ),
+        ("tp", "all_reduce"): Traffic(
+            len(whole) * shard_times, sum(p.numel() for p in whole) * whole_size * shard_times
+        ),
     }
 
 
@@ -156,20 +237,18 @@ def _padded(shape: tuple[int, ...], shards: int) -> int:
     return rows * int(torch.Size(shape[1:]).numel())
 
 
-def _activations(
-    model: nn.Module, layers: int, mesh: DeviceMesh, step: Step
-) -> dict[tuple[str, str], Traffic]:
-    tokens = step.micro_batch * step.seq_len
+def _activations(layers: int, mesh: DeviceMesh, step: Step, reach: _Reach) -> _Entries:
+    tokens = step.micro_batch * step.seq_len * step.accumulation
     stream = tokens * step.width * step.compute.itemsize
-    again = 0 if step.activation_checkpoint == "none" else layers
-    gathers, scatters = 4 * layers + 2 + 2 * again, 4 * layers + 2 + again
-    loss = 2 * tokens * mesh["tp"].size() * max(4, step.compute.itemsize)
-    norms = [p for p in model.parameters() if p.ndim == 1]
-    norm_bytes = sum(p.numel() for p in norms) * step.compute.itemsize
+    again = 0 if step.activation_checkpoint == "none" else reach.blocks
+    # Forward: the norms' outputs and the head's input are gathered, what is added to the stream scattered.
+    gathers = 2 * layers + 1 + 2 * again + reach.halves + reach.embedding
+    scatters = 2 * layers + 1 + again + reach.norms + reach.head
+    loss = 2 * tokens * mesh["tp"].size() * max(4, (step.output or step.compute).itemsize)
+    times = step.accumulation
     return {
-        ("tp", "all_gather"): Traffic(gathers + 1, gathers * stream + loss),
-        ("tp", "reduce_scatter"): Traffic(scatters, scatters * stream),
-        ("tp", "all_reduce"): Traffic(len(norms), norm_bytes),
+        ("tp", "all_gather"): Traffic((gathers + 1) * times, gathers * stream + loss),
+        ("tp", "reduce_scatter"): Traffic(scatters * times, scatters * stream),
     }
 
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from parallel2d.fsdp import Precision, apply_fsdp
+from parallel2d.errors import UserError
+from parallel2d.fsdp import FsdpPolicy, Precision, apply_fsdp
 from parallel2d.tensor_parallel import Plan, apply_tensor_parallel
 
 ActivationCheckpoint = Literal["none", "selective", "full"]
@@ -37,11 +38,13 @@ def parallelize(
     plan: Plan,
     units: Sequence[nn.Module],
     precision: Precision | None = None,
+    fsdp: FsdpPolicy | None = None,
     activation_checkpoint: ActivationCheckpoint = "none",
 ) -> nn.Module:
     """Make a one-device model run on the mesh, in place; returns the model.
 
-    Build the model on meta and call `init_weights` afterwards, so that no rank ever holds all of it.
+    Build the model on meta, `freeze` what is not to be trained, call this, and `init_weights`
+    afterwards, so that no rank ever holds all of it.
     A model that has values already keeps those of rank 0. Build the optimizer after this call. Call
     the model as `model(x)`, never `model.forward(x)`: FSDP gathers weights in the call's hooks.
 
@@ -50,17 +53,21 @@ def parallelize(
         plan: {glob over module names: tensor-parallel style}, see `apply_tensor_parallel`.
         units: the blocks that are gathered one at a time, in the order in which they run.
         precision: dtypes; default float32 throughout.
+        fsdp: when weights are gathered and freed, and where they rest.
         activation_checkpoint: what of a unit's forward is computed again in backward: nothing, all
             but matrix products and attention, or everything.
     """
-    precision = precision or Precision()
+    precision, fsdp = precision or Precision(), fsdp or FsdpPolicy()
+    found = fsdp.problems(type(model), mesh["dp_shard"].size(), mesh["tp"].size(), mesh.device_type)
+    if found:
+        raise UserError("\n".join(found))
     _share_values(model)
     _cast(model, precision.param)
     # Tensor parallel first: it splits the whole weights that the plan speaks of; FSDP then splits the shares.
     apply_tensor_parallel(model, mesh["tp"], plan)
     # Checkpointing before FSDP: the recomputed forward must lie inside FSDP's hooks, which gather weights.
     _apply_activation_checkpoint(units, activation_checkpoint)
-    apply_fsdp(model, mesh, units, precision)
+    apply_fsdp(model, mesh, units, precision, fsdp)
     return model
 
 

@@ -1,6 +1,11 @@
 """The folder that a run writes to: `--out`."""
 
 import fcntl
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -32,3 +37,13 @@ def lock(out: Path) -> IO[str]:
     except OSError:
         raise UserError(f"another run is writing to --out {out}: wait for it, or use another --out") from None
     return handle
+
+
+def next_commands(out: str, steps: int, meshes: Sequence[tuple[int, int]]) -> str:
+    """What to type next: go on until `steps`, on this mesh and on others (dp, tp), and look at the curves."""
+    out = shlex.quote(out)
+    # Where the environment is not activated, its commands need their folder.
+    folder = "" if shutil.which("torchrun") else os.path.relpath(Path(sys.executable).parent) + "/"
+    go_on = f"{folder}torchrun {shlex.quote(sys.argv[0])} --config {out}/config.yaml --steps {steps}"
+    other_mesh = [f"{go_on} --dp {dp} --tp {tp} --dp_replicate 1" for dp, tp in meshes]
+    return "\n  ".join(["next", go_on, *other_mesh, f"{folder}tensorboard --logdir {out}"])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d.fsdp import inference
+from parallel2d.fsdp import GradientSync, inference, set_gradient_sync
 from parallel2d.loss import IGNORE_INDEX, VocabShard, cross_entropy_sum
 from parallel2d.mesh import dp_size, sum_over_dp
 from parallel2d.optim import clip_gradients, gradient_norm
@@ -49,11 +49,13 @@ def train_step(
     vocab: VocabShard,
     mesh: DeviceMesh,
     max_norm: float,
+    gradient_sync: GradientSync = "every",
 ) -> StepStats:
     """One update from this rank's micro-batches, on their device.
 
     The loss is normalised by the real tokens of the whole global batch, so it does not matter how
-    tokens and padding fall on ranks and micro-batches. Gradients stay sharded between micro-batches.
+    tokens and padding fall on ranks and micro-batches. `gradient_sync` says when gradients are reduced
+    (`set_gradient_sync`), which changes traffic and memory, not numbers.
     Besides what the model issues: one all-reduce per data axis for the token count and one for the
     loss, one over the world for the gradient norm; each of one number, none on an axis of size 1.
 
@@ -64,7 +66,8 @@ def train_step(
     # FSDP takes the mean over dp; the loss here is a sum over the global batch.
     scale = dp_size(mesh) / tokens.clamp(min=1).double()
     loss_sum = torch.zeros((), dtype=torch.float64, device=tokens.device)
-    for ids, targets in micro_batches:
+    for number, (ids, targets) in enumerate(micro_batches, start=1):
+        set_gradient_sync(model, gradient_sync, is_last=number == len(micro_batches))
         loss = cross_entropy_sum(model(ids), targets, vocab)
         (loss * scale).backward()
         loss_sum += loss.detach()

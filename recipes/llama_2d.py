@@ -4,10 +4,6 @@ Reads from top to bottom as the run runs; each call leads to one file of paralle
 """
 
 import math
-import os
-import shlex
-import shutil
-import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +19,7 @@ from parallel2d.config import RunConfig
 from parallel2d.data import Corpus, RankData, load_tokens
 from parallel2d.errors import UserError
 from parallel2d.flags import dump_config, load_config
+from parallel2d.freeze import freeze
 from parallel2d.fsdp import Precision
 from parallel2d.generate import generate
 from parallel2d.init import init_weights
@@ -32,7 +29,7 @@ from parallel2d.mesh import MeshShape, build_mesh, choose_mesh, dp_rank, dp_size
 from parallel2d.metrics import Monitor, Run
 from parallel2d.optim import LearningRate, build_optimizer, set_learning_rate
 from parallel2d.parallelize import parallelize
-from parallel2d.run_folder import lock, require_usable, write_config
+from parallel2d.run_folder import lock, next_commands, require_usable, write_config
 from parallel2d.step import evaluate, seed_step, train_step
 
 
@@ -52,6 +49,7 @@ def main() -> None:
     config = load_config(Recipe, Path(__file__).with_suffix(".yaml"), PRESETS)
     world = launch.planned_world(config.dp, config.tp, config.dp_replicate, config.device)
     shape = choose_mesh(config.dp, config.tp, config.dp_replicate, world, lambda s: problems(config, s))
+    model = build_model(config)
     data, vocab_size = config.data, config.model.vocab_size
     corpus = Corpus(load_tokens(data.path), data.seq_len, vocab_size, data.val_fraction, config.seed)
     resume = resume_from(config.checkpoint.resume, Path(config.out), asdict(config.model))
@@ -60,11 +58,13 @@ def main() -> None:
         return
     require_usable(Path(config.out))
     with launch.world(shape.world, config.device, config.timeout_s) as device:
-        train(config, shape, device, corpus, resume)
+        train(config, shape, device, model, corpus, resume)
 
 
 def problems(config: Recipe, shape: MeshShape) -> list[str]:
     found = config.problems(shape.dp, shape.tp) + config.model.problems(shape.tp)
+    device_type = launch.device_type(config.device)
+    found += config.fsdp.problems(Llama, shape.dp_shard, shape.tp, device_type)
     if config.data.path and Path(config.out).resolve().is_relative_to(Path(config.data.path).resolve()):
         found.append(
             f"out {config.out} lies in data.path {config.data.path}: a run would read what it writes"
@@ -74,13 +74,26 @@ def problems(config: Recipe, shape: MeshShape) -> list[str]:
     return found
 
 
+def build_model(config: Recipe) -> Llama:
+    """The whole model without its values, which takes no memory."""
+    with torch.device("meta"):
+        model = Llama(config.model)
+    freeze(model, config.freeze)
+    return model
+
+
 def train(
-    config: Recipe, shape: MeshShape, device: torch.device, corpus: Corpus, resume: Checkpoint | None
+    config: Recipe,
+    shape: MeshShape,
+    device: torch.device,
+    model: Llama,
+    corpus: Corpus,
+    resume: Checkpoint | None,
 ) -> None:
     held = lock(Path(config.out)) if dist.get_rank() == 0 else None
     launch.require_agreement(data=corpus.fingerprint(), resume_step=resume.step if resume else None)
     mesh = build_mesh(shape, device.type)
-    model = build_model(config, mesh, device)
+    materialise(config, model, mesh, device)
     optim = config.optim
     optimizer = build_optimizer(model, optim.lr, (optim.beta1, optim.beta2), optim.weight_decay)
     start = Progress()
@@ -99,7 +112,9 @@ def train(
         alone = f"token frequencies alone: {corpus.unigram_loss():.4f}"
         monitor.say(f"result    validation loss {val_loss:.4f} nats per token ({alone})")
     show_sample(config, mesh, model, corpus, device, monitor)
-    monitor.say(next_commands(config, shape))
+    others = [s for s in mesh_shapes(shape.world) if s != shape and not problems(config, s)]
+    nearest = sorted(others, key=lambda s: abs(s.tp - shape.tp))[:1]
+    monitor.say(next_commands(config.out, 2 * config.steps, [(s.dp, s.tp) for s in nearest]))
     monitor.close()
     if held:
         held.close()
@@ -121,19 +136,18 @@ class Progress:
         return cls(checkpoint.step, position, state["tokens_seen"])
 
 
-def build_model(config: Recipe, mesh: DeviceMesh, device: torch.device) -> Llama:
-    with torch.device("meta"):
-        model = Llama(config.model)
+def materialise(config: Recipe, model: Llama, mesh: DeviceMesh, device: torch.device) -> None:
+    precision = config.precision
     parallelize(
         model,
         mesh,
         plan=model.tp_plan(),
         units=list(model.blocks),
-        precision=Precision(*config.precision.dtypes(device.type)),
+        precision=Precision(*precision.dtypes(device.type), precision.output_dtype(), precision.cast_inputs),
+        fsdp=config.fsdp.policy(),
         activation_checkpoint=config.activation_checkpoint,
     )
-    init_weights(model, device, config.seed)
-    return model
+    init_weights(model, device, config.seed, offload=config.fsdp.offload)
 
 
 def fit(
@@ -162,7 +176,8 @@ def fit(
         observer = Observer(mesh) if config.ledger and done == start else None
         try:
             with observer or nullcontext():
-                stats = train_step(model, batches, optimizer, vocab, mesh, optim.max_norm)
+                sync = config.fsdp.gradient_sync
+                stats = train_step(model, batches, optimizer, vocab, mesh, optim.max_norm, sync)
         except FloatingPointError as error:
             raise UserError(f"step {done.step + 1}: {error}: lower optim.lr") from None
         if observer:
@@ -191,6 +206,9 @@ def expected_ledger(config: Recipe, model: Llama, mesh: DeviceMesh) -> Ledger:
         compute,
         reduce,
         config.activation_checkpoint,
+        config.fsdp.reshard_after_forward,
+        config.fsdp.gradient_sync,
+        config.precision.output_dtype(),
     )
     return expected_step(model, list(model.blocks), mesh, step)
 
@@ -227,10 +245,12 @@ def describe(
     """What is about to run, in the numbers that decide how."""
     param, compute, reduce = (str(d).removeprefix("torch.") for d in config.precision.dtypes(device.type))
     parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     accumulation = config.data.global_batch // config.data.micro_batch_of(shape.dp) // shape.dp
     lines = [
         f"mesh      dp×tp = {shape}; {shape.world} ranks, {dist.get_backend()} on {device.type}",
-        f"model     {parameters:,} parameters; weights {param}, compute {compute}, reduction {reduce}",
+        f"model     {parameters:,} parameters, {trained:,} trained; "
+        f"weights {param}, compute {compute}, reduction {reduce}",
         f"data      {len(corpus.tokens):,} tokens; {corpus.num_train:,} training sequences an epoch",
         f"batch     {config.data.global_batch} sequences of {config.data.seq_len} = dp {shape.dp} × "
         f"micro-batch {config.data.micro_batch_of(shape.dp)} × accumulation {accumulation}",
@@ -265,20 +285,6 @@ def show_sample(
     )
     monitor.say(f"sample    {len(prompt)} tokens given, {config.log.sample_tokens} generated:")
     monitor.say(corpus.decode(ids[0].tolist()))
-
-
-def next_commands(config: Recipe, shape: MeshShape) -> str:
-    """What to type next: go on, on this mesh and on another one that works, and look at the curves."""
-    others = [s for s in mesh_shapes(shape.world) if s != shape and not problems(config, s)]
-    out = shlex.quote(config.out)
-    # Where the environment is not activated, its commands need their folder.
-    folder = "" if shutil.which("torchrun") else os.path.relpath(Path(sys.executable).parent) + "/"
-    go_on = (
-        f"{folder}torchrun {shlex.quote(sys.argv[0])} --config {out}/config.yaml --steps {2 * config.steps}"
-    )
-    nearest = sorted(others, key=lambda s: abs(s.tp - shape.tp))[:1]
-    other_mesh = [f"{go_on} --dp {s.dp} --tp {s.tp} --dp_replicate 1" for s in nearest]
-    return "\n  ".join(["next", go_on, *other_mesh, f"{folder}tensorboard --logdir {out}"])
 
 
 if __name__ == "__main__":

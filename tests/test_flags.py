@@ -54,9 +54,21 @@ def test_the_resolved_configuration_reads_back(load, tmp_path):
     assert load("--config", write(tmp_path, dump_config(config))) == config
 
 
+def test_a_word_or_a_number(load, tmp_path):
+    assert load().fsdp.reshard_after_forward == "auto"
+    assert load("--fsdp.reshard_after_forward", "2").fsdp.reshard_after_forward == 2
+    config = load("--config", write(tmp_path, "fsdp: {reshard_after_forward: 4}\nfreeze: ['*', '!norm*']\n"))
+    assert (config.fsdp.reshard_after_forward, config.freeze) == (4, ["*", "!norm*"])
+    assert load("--config", write(tmp_path, dump_config(config))) == config
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("fsdp: {reshard_after_forward: sometimes}\n", "fsdp.reshard_after_forward"),
+        ("fsdp: {reshard_after_forward: true}\n", "fsdp.reshard_after_forward"),
+        ("fsdp: {gradient_sync: first}\n", "fsdp.gradient_sync"),
+        ("freeze: norm\n", "freeze"),
         ("optim:\n  learning_rte: 1\n", "nearest known keys: optim.lr, optim.schedule"),
         ("stepz: 1\n", "nearest known keys: steps"),
         ("optim:\n  lr: 1\n  lr: 2\n", "line 3: key 'lr' is given twice"),
