@@ -121,7 +121,7 @@ def gather_whole(tensor: Tensor) -> Tensor:
     """A sharded tensor in full on every rank, bit by bit and without gradient; a plain one as it is.
 
     One all-gather per mesh axis that splits it, of shares padded to the largest. Undoes the splits of
-    `shards.splits_of`, last one first; DTensor's own full_tensor() need not know of uneven ones.
+    `shards.splits_of`, last one first, so that it cannot disagree with what `local_box` says.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach()

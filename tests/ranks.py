@@ -22,7 +22,17 @@ ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "llama_2d.py"
 
 _context = multiprocessing.get_context("forkserver")
-_ROOMS = ("checkpoint.store", "data", "flags", "generate", "launch", "metrics", "models.llama", "step")
+_ROOMS = (
+    "checkpoint.hf",
+    "checkpoint.store",
+    "data",
+    "flags",
+    "generate",
+    "launch",
+    "metrics",
+    "models.hf",
+    "step",
+)
 _context.set_forkserver_preload(
     ["pytest", "torch._dynamo", "torch.utils.tensorboard", *(f"parallel2d.{room}" for room in _ROOMS)]
 )

@@ -164,6 +164,8 @@ def save_hf(
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder: export into another one")
+    if dist.is_initialized():
+        dist.barrier()  # all have looked before rank 0 makes it
     reshard(model)
     pieces: dict[str, dict[int, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():

@@ -49,7 +49,7 @@ class StoredTensors:
         odd = [f"{n} is {s.get_dtype()}" for n, s in slices.items() if s.get_dtype() not in _FLOATS]
         if odd:
             raise UserError(
-                f"{len(odd)} tensors are none of {', '.join(_FLOATS)}, and cannot be read: {'; '.join(odd[:10])}"
+                f"{len(odd)} tensors are not of {', '.join(_FLOATS)}, and are not read: {'; '.join(odd[:10])}"
             )
         self.shapes: dict[str, tuple[int, ...]] = {n: tuple(s.get_shape()) for n, s in slices.items()}
 
