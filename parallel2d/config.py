@@ -163,6 +163,7 @@ class RunConfig:
         out: run folder: config.yaml, metrics.jsonl, tensorboard/, checkpoints/.
         device: auto takes CUDA where there is one.
         activation_checkpoint: what each block computes again in backward to save memory.
+        compile: compile each block with torch.compile; the first step takes longer, the others less.
         timeout_s: a collective that waits longer ends the run.
         ledger: print the collectives of the first step, by formula and as observed.
     """
@@ -175,6 +176,7 @@ class RunConfig:
     out: str = "runs/run"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
+    compile: bool = False
     timeout_s: float = 600.0
     ledger: bool = False
     data: DataConfig = field(default_factory=DataConfig)

@@ -46,12 +46,20 @@ _KINDS = {
 
 
 class Observer(TorchDispatchMode):
-    """Counts the collectives that this rank issues while it is active, backward included."""
+    """Counts the collectives that this rank issues while it is active, backward and compiled graphs included."""
+
+    # Attention inside a compiled graph is one, where its random state is kept for a second run.
+    supports_higher_order_operators = True
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self._axes = {mesh[axis].get_group().group_name: axis for axis in AXES}
         self._seen: dict[tuple[str, str], Traffic] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch.compile refuses to work under a mode that does not say this; what its graphs send is seen."""
+        return True
 
     @property
     def ledger(self) -> Ledger:
@@ -95,6 +103,7 @@ class Step:
         compute: dtype of forward and backward, in which weights are gathered.
         reduce: dtype in which gradients are reduced over dp.
         activation_checkpoint: as given to `parallelize`.
+        compile: likewise.
     """
 
     micro_batch: int
@@ -104,6 +113,7 @@ class Step:
     compute: torch.dtype
     reduce: torch.dtype
     activation_checkpoint: str
+    compile: bool = False
 
 
 def expected_step(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, step: Step) -> Ledger:
@@ -116,7 +126,8 @@ def expected_step(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh
       last, which like the root was kept) and L+1 reduce-scatters of gradients;
     - dp_replicate: L+1 all-reduces of the shards' gradients;
     - tp: 4L+2 gathers and as many scatters, 1 gather for the loss, 1 all-reduce for each norm weight;
-      with activation checkpointing 2L gathers and L scatters more, for what is computed again.
+      with activation checkpointing 2L gathers and L scatters more, for what is computed again (a compiled
+      block is computed again as a whole, its last scatter included: 2L scatters more).
 
     Per step: over each data axis an all-reduce for the token count and one for the loss, over the world
     one for the gradient norm. An axis of size 1 sends nothing.
@@ -162,7 +173,8 @@ def _activations(
     tokens = step.micro_batch * step.seq_len
     stream = tokens * step.width * step.compute.itemsize
     again = 0 if step.activation_checkpoint == "none" else layers
-    gathers, scatters = 4 * layers + 2 + 2 * again, 4 * layers + 2 + again
+    whole = step.compile and step.activation_checkpoint == "full"
+    gathers, scatters = 4 * layers + 2 + 2 * again, 4 * layers + 2 + (2 * again if whole else again)
     loss = 2 * tokens * mesh["tp"].size() * max(4, step.compute.itemsize)
     norms = [p for p in model.parameters() if p.ndim == 1]
     norm_bytes = sum(p.numel() for p in norms) * step.compute.itemsize

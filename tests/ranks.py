@@ -97,7 +97,10 @@ def _work(
 
 
 # (beginning of the message, category): each with the reason why we cannot avoid it.
-LET_THROUGH: list[tuple[str, type[Warning]]] = []
+LET_THROUGH: list[tuple[str, type[Warning]]] = [
+    # torch.compile looks whether its inputs, FSDP's gathered weights among them, have a .grad.
+    ("The .grad attribute of a Tensor that is not a leaf", UserWarning),
+]
 
 
 def _watch(workers: list[Any], deadline: float) -> None:

@@ -10,7 +10,7 @@ from tests.ranks import ROOT
 LAYERS = [
     {"errors"},
     {"seeds", "shards", "mesh", "collectives", "local_weights", "styles"},
-    {"config", "run_folder", "launch", "tensor_parallel", "fsdp", "init", "data", "loss", "optim"},
+    {"config", "run_folder", "launch", "compile", "tensor_parallel", "fsdp", "init", "data", "loss", "optim"},
     {"flags", "step", "generate", "parallelize", "checkpoint", "metrics", "ledger"},
 ]
 # Within a layer: who may use whom, with the reason.
@@ -62,6 +62,7 @@ def test_models_are_plain_pytorch(path):
 def test_there_is_one_caller_of_each_torch_entry_point():
     for name, home in {
         "fully_shard(": "fsdp.py",
+        "torch.compile(": "compile.py",
         "parallelize_module(": "tensor_parallel.py",
         "init_process_group(": "launch.py",
         "init_device_mesh(": "mesh.py",
