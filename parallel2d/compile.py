@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.exc import InvalidCxxCompiler
 
 
 def apply_compile(units: Sequence[nn.Module]) -> None:
@@ -36,7 +34,14 @@ def _compiled_for_training(eager: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compile_problems() -> list[str]:
-    """What this machine lacks for compiling; empty if nothing. On a CPU the graphs become C++."""
+    """What this machine lacks for compiling; empty if nothing. On a CPU the graphs become C++.
+
+    Also imports the compiler, which takes seconds: once, if this is called before workers are forked.
+    """
+    import torch._inductor.compile_fx
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:

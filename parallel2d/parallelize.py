@@ -62,8 +62,8 @@ def parallelize(
     # Tensor parallel first: it splits the whole weights that the plan speaks of; FSDP then splits the shares.
     apply_tensor_parallel(model, mesh["tp"], plan)
     # Checkpointing before FSDP: the recomputed forward must lie inside FSDP's hooks, which gather weights.
-    # Compilation too: the compiler cannot follow the hooks. It must see selective checkpointing, which decides
-    # op by op; full checkpointing only calls the compiled forward a second time.
+    # Compilation too: the compiler cannot follow the hooks. It must see selective checkpointing, which
+    # decides op by op; full checkpointing only calls the compiled forward a second time.
     if compile and activation_checkpoint == "full":
         apply_compile(units)
     _apply_activation_checkpoint(units, activation_checkpoint)

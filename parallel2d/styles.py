@@ -47,7 +47,7 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
 
 
 def _bind(forward: Callable[..., Tensor], *first: Any) -> Callable[[Tensor], Tensor]:
-    """functools.partial, but as a function: only then does torch.compile re-use a block's graph for the next."""
+    """functools.partial as a function, so that torch.compile re-uses one block's graph for the next."""
 
     def bound(x: Tensor) -> Tensor:
         return forward(*first, x)

@@ -100,6 +100,8 @@ def _work(
 LET_THROUGH: list[tuple[str, type[Warning]]] = [
     # torch.compile looks whether its inputs, FSDP's gathered weights among them, have a .grad.
     ("The .grad attribute of a Tensor that is not a leaf", UserWarning),
+    # torch's compiler imports a part of torch that uses it.
+    ("`torch.jit.script_method` is deprecated", DeprecationWarning),
 ]
 
 
