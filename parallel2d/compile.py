@@ -38,7 +38,7 @@ def compile_problems() -> list[str]:
 
     Also imports the compiler, which takes seconds: once, if this is called before workers are forked.
     """
-    import torch._inductor.compile_fx
+    import torch._inductor.compile_fx  # noqa: F401  # for its effect on the forks
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

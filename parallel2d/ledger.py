@@ -46,7 +46,7 @@ _KINDS = {
 
 
 class Observer(TorchDispatchMode):
-    """Counts the collectives that this rank issues while it is active, in backward and compiled graphs too."""
+    """Counts the collectives that this rank issues while it is active: forward, backward, compiled graphs."""
 
     # Attention inside a compiled graph is one, where its random state is kept for a second run.
     supports_higher_order_operators = True
