@@ -102,6 +102,8 @@ LET_THROUGH: list[tuple[str, type[Warning]]] = [
     ("The .grad attribute of a Tensor that is not a leaf", UserWarning),
     # torch's compiler imports a part of torch that uses it.
     ("`torch.jit.script_method` is deprecated", DeprecationWarning),
+    # torch.compile makes one to trace it, wherever a unit has an autograd function of its own.
+    ("<class 'torch.autograd.function.Function'> should not be instantiated", DeprecationWarning),
 ]
 
 
