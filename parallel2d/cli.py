@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parallel2d import launch
 from parallel2d.checkpoint.hf import load_hf, read_config
+from parallel2d.compile import compile_problems
 from parallel2d.config import RunConfig
 from parallel2d.data import Corpus, load_tokens
 from parallel2d.errors import UserError
@@ -107,6 +108,7 @@ def _configured(arguments: argparse.Namespace, rest: list[str]) -> tuple[Trial, 
             config.problems(s.dp, s.tp)
             + config.model.problems(s.tp)
             + config.fsdp.problems(Llama, s.dp_shard, s.tp, "cpu")
+            + (compile_problems() if config.compile else [])
         ),
     )
     data, optim = config.data, config.optim
@@ -126,6 +128,7 @@ def _configured(arguments: argparse.Namespace, rest: list[str]) -> tuple[Trial, 
         [corpus.train_batch(range(first, first + data.global_batch)) for first in firsts],
         options={
             "activation_checkpoint": config.activation_checkpoint,
+            "compile": config.compile,
             "fsdp": config.fsdp.policy(),
         },
         micro_batch=data.micro_batch,

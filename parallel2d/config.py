@@ -212,6 +212,7 @@ class RunConfig:
         freeze: globs over parameter names that are not trained; `!` before one trains it after all, and
             later ones win: ["*", "!*norm*"] trains norms only.
         activation_checkpoint: what each block computes again in backward to save memory.
+        compile: compile each block with torch.compile; the first step takes longer, the others less.
         timeout_s: a collective that waits longer ends the run.
         ledger: print the collectives of the first step, by formula and as observed.
     """
@@ -224,6 +225,7 @@ class RunConfig:
     out: str = "runs/run"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
+    compile: bool = False
     freeze: list[str] = field(default_factory=list)
     timeout_s: float = 600.0
     ledger: bool = False

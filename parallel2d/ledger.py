@@ -48,12 +48,20 @@ _KINDS = {
 
 
 class Observer(TorchDispatchMode):
-    """Counts the collectives that this rank issues while it is active, backward included."""
+    """Counts the collectives that this rank issues while it is active: forward, backward, compiled graphs."""
+
+    # Attention inside a compiled graph is one, where its random state is kept for a second run.
+    supports_higher_order_operators = True
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self._axes: dict[str, str] = {mesh[axis].get_group().group_name: axis for axis in AXES}
         self._seen: dict[tuple[str, str], Traffic] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch.compile refuses to work under a mode that does not say this; what its graphs send is seen."""
+        return True
 
     @property
     def ledger(self) -> Ledger:
@@ -107,6 +115,7 @@ class Step:
         reshard_after_forward: as in `FsdpPolicy`.
         gradient_sync: as given to `train_step`.
         output: dtype of the logits; None for that of compute.
+        compile: likewise.
     """
 
     micro_batch: int
@@ -119,6 +128,7 @@ class Step:
     reshard_after_forward: Reshard = "auto"
     gradient_sync: GradientSync = "every"
     output: torch.dtype | None = None
+    compile: bool = False
 
 
 def expected_step(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, step: Step) -> Ledger:
@@ -132,7 +142,8 @@ def expected_step(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh
     - dp_shard: L+1 reduce-scatters of gradients; dp_replicate: L+1 all-reduces of the shards' gradients;
     - tp: 4L+2 gathers and as many scatters, 1 gather for the loss, 1 all-reduce for each weight that is
       whole over tp (norms, biases added after a sum, key/value heads fewer than tp); with activation
-      checkpointing 2L gathers and L scatters more, for what is computed again.
+      checkpointing 2L gathers and L scatters more, for what is computed again (a compiled block with
+      full checkpointing is computed again as a whole, its last scatter included: 2L scatters).
 
     With gradient_sync `last` the reductions, those of whole weights over tp included, are once per step,
     with `replicas_last` those over dp_replicate. What is frozen is not reduced, and backward ends at
@@ -243,7 +254,8 @@ def _activations(layers: int, mesh: DeviceMesh, step: Step, reach: _Reach) -> _E
     again = 0 if step.activation_checkpoint == "none" else reach.blocks
     # Forward: the norms' outputs and the head's input are gathered, what is added to the stream scattered.
     gathers = 2 * layers + 1 + 2 * again + reach.halves + reach.embedding
-    scatters = 2 * layers + 1 + again + reach.norms + reach.head
+    last = again if step.compile and step.activation_checkpoint == "full" else 0
+    scatters = 2 * layers + 1 + again + last + reach.norms + reach.head
     loss = 2 * tokens * mesh["tp"].size() * max(4, (step.output or step.compute).itemsize)
     times = step.accumulation
     return {

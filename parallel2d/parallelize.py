@@ -1,4 +1,4 @@
-"""The composition: tensor parallel -> activation checkpointing -> FSDP, on any nn.Module."""
+"""The composition: tensor parallel -> activation checkpointing, compilation -> FSDP, on any nn.Module."""
 
 import functools
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from parallel2d.compile import apply_compile
 from parallel2d.errors import UserError
 from parallel2d.fsdp import FsdpPolicy, Precision, apply_fsdp
 from parallel2d.tensor_parallel import Plan, apply_tensor_parallel
@@ -40,6 +41,7 @@ def parallelize(
     precision: Precision | None = None,
     fsdp: FsdpPolicy | None = None,
     activation_checkpoint: ActivationCheckpoint = "none",
+    compile: bool = False,
 ) -> nn.Module:
     """Make a one-device model run on the mesh, in place; returns the model.
 
@@ -56,6 +58,7 @@ def parallelize(
         fsdp: when weights are gathered and freed, and where they rest.
         activation_checkpoint: what of a unit's forward is computed again in backward: nothing, all
             but matrix products and attention, or everything.
+        compile: give each unit's forward and backward to torch.compile, see `apply_compile`.
     """
     precision, fsdp = precision or Precision(), fsdp or FsdpPolicy()
     found = fsdp.problems(type(model), mesh["dp_shard"].size(), mesh["tp"].size(), mesh.device_type)
@@ -66,7 +69,13 @@ def parallelize(
     # Tensor parallel first: it splits the whole weights that the plan speaks of; FSDP then splits the shares.
     apply_tensor_parallel(model, mesh["tp"], plan)
     # Checkpointing before FSDP: the recomputed forward must lie inside FSDP's hooks, which gather weights.
+    # Compilation too: the compiler cannot follow the hooks. It must see selective checkpointing, which
+    # decides op by op; full checkpointing only calls the compiled forward a second time.
+    if compile and activation_checkpoint == "full":
+        apply_compile(units)
     _apply_activation_checkpoint(units, activation_checkpoint)
+    if compile and activation_checkpoint != "full":
+        apply_compile(units)
     apply_fsdp(model, mesh, units, precision, fsdp)
     return model
 

@@ -46,6 +46,15 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     return module
 
 
+def _bind(forward: Callable[..., Tensor], *first: Any) -> Callable[[Tensor], Tensor]:
+    """functools.partial as a function, so that torch.compile re-uses one block's graph for the next."""
+
+    def bound(x: Tensor) -> Tensor:
+        return forward(*first, x)
+
+    return bound
+
+
 def _require_divisible(what: str, size: int, mesh: DeviceMesh) -> None:
     if size % mesh.size():
         raise UserError(f"{what} {size} is not divisible by tp {mesh.size()}")
@@ -64,7 +73,7 @@ class Colwise(ParallelStyle):
         module = _require(self, module, nn.Linear)
         _require_divisible("number of output features", module.out_features, device_mesh)
         distribute(module, device_mesh, weight=Shard(0), bias=Shard(0))
-        return _with_forward(module, functools.partial(self.forward, module, device_mesh))
+        return _with_forward(module, _bind(self.forward, module, device_mesh))
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
         return F.linear(sum_gradient(x, mesh), local(module.weight), local_bias(module))
@@ -106,7 +115,7 @@ class KvHeads(ColwiseLocal):
         distribute(module, device_mesh, weight=Replicate(), bias=Replicate())
         head = device_mesh.get_local_rank() * heads // tp
         mine = slice(head * self.head_dim, (head + 1) * self.head_dim)
-        return _with_forward(module, functools.partial(self._forward_one_head, module, mine))
+        return _with_forward(module, _bind(self._forward_one_head, module, mine))
 
     def _forward_one_head(self, module: nn.Linear, mine: slice, x: Tensor) -> Tensor:
         # Each rank's gradient covers its own head, and of that what its own queries contribute.
@@ -124,7 +133,7 @@ class Rowwise(ParallelStyle):
         module = _require(self, module, nn.Linear)
         _require_divisible("number of input features", module.in_features, device_mesh)
         distribute(module, device_mesh, weight=Shard(1), bias=Replicate())
-        return _with_forward(module, functools.partial(self.forward, module, device_mesh))
+        return _with_forward(module, _bind(self.forward, module, device_mesh))
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
         # The bias is added after the sum: inside it, it would be counted tp times.
@@ -236,7 +245,7 @@ class Vocab(ParallelStyle):
             )
         distribute(module, device_mesh, weight=Shard(0))
         bounds = share_of(module.num_embeddings, device_mesh.size(), device_mesh.get_local_rank())
-        return _with_forward(module, functools.partial(self.forward, module, device_mesh, bounds))
+        return _with_forward(module, _bind(self.forward, module, device_mesh, bounds))
 
     def forward(self, module: nn.Embedding, mesh: DeviceMesh, bounds: tuple[int, int], ids: Tensor) -> Tensor:
         start, stop = bounds
@@ -254,7 +263,7 @@ class VocabHead(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = _require(self, module, nn.Linear)
         distribute(module, device_mesh, weight=Shard(0), bias=Shard(0))
-        return _with_forward(module, functools.partial(self.forward, module, device_mesh))
+        return _with_forward(module, _bind(self.forward, module, device_mesh))
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
         return F.linear(gather_sequence(x, mesh), local(module.weight), local_bias(module))

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d import launch
 from parallel2d.checkpoint.store import Checkpoint, CheckpointStore, load_checkpoint, resume_from
+from parallel2d.compile import compile_problems
 from parallel2d.config import RunConfig
 from parallel2d.data import Corpus, RankData, load_tokens
 from parallel2d.errors import UserError
@@ -69,6 +70,8 @@ def problems(config: Recipe, shape: MeshShape) -> list[str]:
         found.append(
             f"out {config.out} lies in data.path {config.data.path}: a run would read what it writes"
         )
+    if config.compile:
+        found += compile_problems()
     if config.data.path is None and config.model.vocab_size < 256:
         found.append(f"model.vocab_size {config.model.vocab_size} is below 256, the number of byte values")
     return found
@@ -146,6 +149,7 @@ def materialise(config: Recipe, model: Llama, mesh: DeviceMesh, device: torch.de
         precision=Precision(*precision.dtypes(device.type), precision.output_dtype(), precision.cast_inputs),
         fsdp=config.fsdp.policy(),
         activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
     )
     init_weights(model, device, config.seed, offload=config.fsdp.offload)
 
@@ -209,6 +213,7 @@ def expected_ledger(config: Recipe, model: Llama, mesh: DeviceMesh) -> Ledger:
         config.fsdp.reshard_after_forward,
         config.fsdp.gradient_sync,
         config.precision.output_dtype(),
+        config.compile,
     )
     return expected_step(model, list(model.blocks), mesh, step)
 

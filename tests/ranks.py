@@ -107,7 +107,14 @@ def _work(
 
 
 # (beginning of the message, category): each with the reason why we cannot avoid it.
-LET_THROUGH: list[tuple[str, type[Warning]]] = []
+LET_THROUGH: list[tuple[str, type[Warning]]] = [
+    # torch.compile looks whether its inputs, FSDP's gathered weights among them, have a .grad.
+    ("The .grad attribute of a Tensor that is not a leaf", UserWarning),
+    # torch's compiler imports a part of torch that uses it.
+    ("`torch.jit.script_method` is deprecated", DeprecationWarning),
+    # torch.compile makes one to trace it, wherever a unit has an autograd function of its own.
+    ("<class 'torch.autograd.function.Function'> should not be instantiated", DeprecationWarning),
+]
 
 
 def _watch(workers: list[Any], deadline: float) -> None:

@@ -10,7 +10,19 @@ from tests.ranks import ROOT
 LAYERS = [
     {"errors"},
     {"seeds", "shards", "mesh", "collectives", "local_weights", "ties", "styles"},
-    {"config", "run_folder", "launch", "tensor_parallel", "fsdp", "freeze", "init", "data", "loss", "optim"},
+    {
+        "config",
+        "run_folder",
+        "launch",
+        "compile",
+        "tensor_parallel",
+        "fsdp",
+        "freeze",
+        "init",
+        "data",
+        "loss",
+        "optim",
+    },
     {"flags", "step", "generate", "parallelize", "checkpoint", "metrics", "ledger", "report"},
     {"locate", "verify", "verify_hf"},
     {"cli"},
@@ -68,6 +80,7 @@ def test_models_are_plain_pytorch(path):
 def test_there_is_one_caller_of_each_torch_entry_point():
     for name, home in {
         "fully_shard(": "fsdp.py",
+        "torch.compile(": "compile.py",
         "parallelize_module(": "tensor_parallel.py",
         "init_process_group(": "launch.py",
         "init_device_mesh(": "mesh.py",
