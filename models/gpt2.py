@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from .parts import Embedding, Linear, indivisible, rowless
+
 
 @dataclass(frozen=True)
 class GPT2Config:
@@ -63,16 +65,8 @@ class GPT2Config:
             return found
         if self.width % self.num_heads:
             found.append(f"model.width {self.width} is not divisible by model.num_heads {self.num_heads}")
-        for name in ("num_heads", "ffn_width"):
-            size = getattr(self, name)
-            if size % tp:
-                fits = ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
-                found.append(f"{name} {size} is not divisible by tp {tp}: use tp {fits}")
-        # Every rank must hold at least one row of a table, by DTensor's ⌈rows/tp⌉ split.
-        for name in ("vocab_size", "max_positions"):
-            if -(-getattr(self, name) // tp) * (tp - 1) >= getattr(self, name):
-                found.append(f"{name} {getattr(self, name)} leaves ranks of tp {tp} without a row")
-        return found
+        found += indivisible(self, tp, "num_heads", "ffn_width")
+        return found + rowless(self, tp, "vocab_size", "max_positions")
 
 
 PRESETS = {
@@ -82,30 +76,6 @@ PRESETS = {
     "gpt2-large": GPT2Config(50_257, 1280, 36, 20, 5120, 1024),
     "gpt2-xl": GPT2Config(50_257, 1600, 48, 25, 6400, 1024),
 }
-
-
-class Linear(nn.Linear):
-    """nn.Linear with normal initial weights and, if it has one, a bias of zeros."""
-
-    def __init__(self, in_features: int, out_features: int, std: float, bias: bool = True) -> None:
-        self.std = std
-        super().__init__(in_features, out_features, bias)
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-
-class Embedding(nn.Embedding):
-    """nn.Embedding with normal initial weights of the given standard deviation."""
-
-    def __init__(self, num_embeddings: int, embedding_dim: int, std: float) -> None:
-        self.std = std
-        super().__init__(num_embeddings, embedding_dim)
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
 
 
 class CausalMix(nn.Module):
@@ -130,11 +100,11 @@ class Attention(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.head_dim = config.width // config.num_heads
-        self.q = Linear(config.width, config.width, config.init_std)
-        self.k = Linear(config.width, config.width, config.init_std)
-        self.v = Linear(config.width, config.width, config.init_std)
+        self.q = Linear(config.width, config.width, config.init_std, bias=True)
+        self.k = Linear(config.width, config.width, config.init_std, bias=True)
+        self.v = Linear(config.width, config.width, config.init_std, bias=True)
         self.mix = CausalMix(config.attention_dropout)
-        self.o = Linear(config.width, config.width, residual_std(config))
+        self.o = Linear(config.width, config.width, residual_std(config), bias=True)
         self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,8 +120,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.up = Linear(config.width, config.ffn_width, config.init_std)
-        self.down = Linear(config.ffn_width, config.width, residual_std(config))
+        self.up = Linear(config.width, config.ffn_width, config.init_std, bias=True)
+        self.down = Linear(config.ffn_width, config.width, residual_std(config), bias=True)
         self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -187,7 +157,7 @@ class GPT2(nn.Module):
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.width, config.norm_eps)
-        self.head = Linear(config.width, config.vocab_size, config.init_std, bias=False)
+        self.head = Linear(config.width, config.vocab_size, config.init_std)
         self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:

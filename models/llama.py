@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from .parts import Embedding, Linear, indivisible, rowless
 from .rope import RopeScaling, rotary_table, rotate
 
 
@@ -88,12 +89,7 @@ class LlamaConfig:
         return found + self._problems_of_tp(tp)
 
     def _problems_of_tp(self, tp: int) -> list[str]:
-        found = []
-        for name in ("num_heads", "ffn_width"):
-            if getattr(self, name) % tp:
-                size = getattr(self, name)
-                fits = ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
-                found.append(f"{name} {size} is not divisible by tp {tp}: use tp {fits}")
+        found = indivisible(self, tp, "num_heads", "ffn_width")
         # Fewer key/value heads than ranks are shared by neighbours, each head by equally many.
         if self.num_kv_heads % tp and tp % self.num_kv_heads:
             sizes = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
@@ -104,10 +100,7 @@ class LlamaConfig:
                 f"num_kv_heads {self.num_kv_heads} neither divides tp {tp} nor is divisible by it: "
                 f"use tp {fits}"
             )
-        # Every rank must hold at least one row of the vocabulary, by DTensor's ⌈v/tp⌉ split.
-        if -(-self.vocab_size // tp) * (tp - 1) >= self.vocab_size:
-            found.append(f"vocab_size {self.vocab_size} leaves ranks of tp {tp} without a row")
-        return found
+        return found + rowless(self, tp, "vocab_size")
 
 
 PRESETS = {
@@ -116,30 +109,6 @@ PRESETS = {
     "llama3-8b": LlamaConfig(128_256, 4096, 32, 32, 8, 0, 14_336, rope_theta=500_000.0),
     "llama3-70b": LlamaConfig(128_256, 8192, 80, 64, 8, 0, 28_672, rope_theta=500_000.0),
 }
-
-
-class Linear(nn.Linear):
-    """nn.Linear with normal initial weights; its bias, if any, starts at zero."""
-
-    def __init__(self, in_features: int, out_features: int, std: float, bias: bool = False) -> None:
-        self.std = std
-        super().__init__(in_features, out_features, bias)
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-
-class Embedding(nn.Embedding):
-    """nn.Embedding with normal initial weights of the given standard deviation."""
-
-    def __init__(self, num_embeddings: int, embedding_dim: int, std: float) -> None:
-        self.std = std
-        super().__init__(num_embeddings, embedding_dim)
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -168,6 +169,9 @@ def _verify_hf(arguments: argparse.Namespace, rest: list[str]) -> bool:
     dp, tp, replicas = arguments.dp or 1, arguments.tp or 1, arguments.dp_replicate or 1
     shape = _mesh(dp, tp, replicas, lambda s: config.problems(s.tp))
     expected = read_expected(Path(arguments.expected)) if arguments.expected else ask_transformers(folder)
+    length, longest = expected.padded_length(shape.tp), getattr(config, "max_positions", math.inf)
+    if length > longest:
+        raise UserError(f"{length} positions (padded for tp {shape.tp}) are more than the model's {longest}")
     with launch.world(shape.world, "cpu", _TIMEOUT_S) as device:
         mesh = build_mesh(shape, "cpu")
         with torch.device("meta"):

@@ -40,6 +40,10 @@ class Expected:
     loss: float | None
     grad_norm: float | None
 
+    def padded_length(self, tp: int) -> int:
+        """Positions of a sequence that tp can split."""
+        return -(-self.ids.shape[1] // tp) * tp
+
 
 def read_expected(file: Path) -> Expected:
     """An .npz with input_ids and any of logits, loss, grad_norm."""
