@@ -63,7 +63,7 @@ def _add_verify(commands: Any) -> None:
         help="for your own model: tokens:BATCH,LENGTH,VOCABULARY or floats:BATCH,SIZE,… or MODULE:CALLABLE, "
         "called with the step, that returns (inputs, targets) or inputs",
     )
-    parser.add_argument("--config", help="a recipe's YAML; the recipe's flags may follow")
+    parser.add_argument("--config", action="append", help="a recipe's YAML; the recipe's flags may follow")
     parser.add_argument("--hf", metavar="DIR", help="a Hugging Face folder: config.json and safetensors")
     parser.add_argument(
         "--expected",
@@ -73,21 +73,31 @@ def _add_verify(commands: Any) -> None:
     parser.add_argument("--dp", type=int, help="data-parallel ranks (default: the configuration's, or 1)")
     parser.add_argument("--tp", type=int, help="tensor-parallel ranks (default: likewise)")
     parser.add_argument("--dp_replicate", type=int, help="replicas among the dp ranks (default: likewise)")
-    parser.add_argument("--steps", type=int, default=3, help="optimizer updates (default 3)")
+    parser.add_argument("--steps", type=int, help="optimizer updates (default 3; not for --hf)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def _verify(arguments: argparse.Namespace, rest: list[str]) -> bool:
+    if arguments.hf:
+        _refuse(arguments, "config", "batch", "steps")
+        return _verify_hf(arguments, rest)
+    _refuse(arguments, *(["batch", "expected"] if arguments.config else ["expected"]))
+    arguments.steps = 3 if arguments.steps is None else arguments.steps
     if arguments.steps < 1:
         raise UserError(f"--steps {arguments.steps} is not positive")
-    if arguments.hf:
-        return _verify_hf(arguments, rest)
     trial, shape = _configured(arguments, rest) if arguments.config else _own(arguments, rest)
     with launch.world(shape.world, "cpu", _TIMEOUT_S):
         report = verify(trial, build_mesh(shape, "cpu"), str(shape))
         if dist.get_rank() == 0:
             print(json.dumps(report.as_dict(), indent=1) if arguments.json else report, flush=True)
     return report.same
+
+
+def _refuse(arguments: argparse.Namespace, *names: str) -> None:
+    """Flags that mean nothing in this form of the command."""
+    strange = [f"--{name}" for name in names if getattr(arguments, name) is not None]
+    if strange:
+        raise UserError(f"{', '.join(strange)} does not go with this form (see parallel2d verify --help)")
 
 
 @dataclass(frozen=True)
@@ -99,8 +109,11 @@ class LlamaRun(RunConfig):
 
 def _configured(arguments: argparse.Namespace, rest: list[str]) -> tuple[Trial, MeshShape]:
     """The configured Llama, batch, optimizer and data, on the configured mesh."""
-    flags = [f"--{n}={v}" for n in ("dp", "tp", "dp_replicate", "steps") if (v := getattr(arguments, n))]
-    config = load_config(LlamaRun, Path(arguments.config), PRESETS, [*rest, *flags])
+    first, *more = arguments.config
+    given = {name: getattr(arguments, name) for name in ("dp", "tp", "dp_replicate", "steps")}
+    flags = [f"--config={file}" for file in more]
+    flags += [f"--{name}={value}" for name, value in given.items() if value is not None]
+    config = load_config(LlamaRun, Path(first), PRESETS, [*rest, *flags])
     shape = _mesh(
         config.dp,
         config.tp,
@@ -151,23 +164,20 @@ def _own(arguments: argparse.Namespace, rest: list[str]) -> tuple[Trial, MeshSha
         raise UserError("your own model needs --batch, for example --batch tokens:8,32,256")
     make = _import(rest[0])
     batches = [_batch(arguments.batch, step, make) for step in range(arguments.steps)]
-    shape = _mesh(arguments.dp or 1, arguments.tp or 1, arguments.dp_replicate or 1, lambda _: [])
+    shape = _mesh(*_given_mesh(arguments), lambda _: [])
     return Trial(make, batches, options={}), shape
 
 
 def _verify_hf(arguments: argparse.Namespace, rest: list[str]) -> bool:
     """Our model with the folder's weights, float32, against the expected arrays or transformers."""
-    if rest or arguments.config:
-        raise UserError(
-            f"--hf goes with --expected, --dp, --tp, --dp_replicate and --json, not {rest or '--config'}"
-        )
+    if rest:
+        raise UserError(f"unknown with --hf: {' '.join(rest)} (see parallel2d verify --help)")
     folder = Path(arguments.hf)
     try:
         model_class, config = from_hf(read_config(folder))
     except CannotCarry as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from None
-    dp, tp, replicas = arguments.dp or 1, arguments.tp or 1, arguments.dp_replicate or 1
-    shape = _mesh(dp, tp, replicas, lambda s: config.problems(s.tp))
+    shape = _mesh(*_given_mesh(arguments), lambda s: config.problems(s.tp))
     expected = read_expected(Path(arguments.expected)) if arguments.expected else ask_transformers(folder)
     length, longest = expected.padded_length(shape.tp), getattr(config, "max_positions", math.inf)
     if length > longest:
@@ -188,6 +198,12 @@ def _verify_hf(arguments: argparse.Namespace, rest: list[str]) -> bool:
             text = "\n".join(f"{key:20}{value}" for key, value in found.items())
             print(json.dumps(found, indent=1) if arguments.json else text, flush=True)
     return bool(found["same"])
+
+
+def _given_mesh(arguments: argparse.Namespace) -> tuple[int, int, int]:
+    """dp, tp and dp_replicate, 1 where not given."""
+    dp, tp, replicas = (1 if v is None else v for v in (arguments.dp, arguments.tp, arguments.dp_replicate))
+    return dp, tp, replicas
 
 
 def _mesh(dp: int, tp: int, dp_replicate: int, problems: Callable[[MeshShape], list[str]]) -> MeshShape:

@@ -235,7 +235,9 @@ def test_the_command_on_a_recipe():
         ),
         (("verify", "--config", "nowhere.yaml"), "--config 'nowhere.yaml' is not a file"),
         (("verify", "--config", str(ROOT / "recipes" / "llama_2d.yaml"), "--tp", "3"), "use tp 1, 2, 4, 8"),
-        (("verify", *OWN, "--steps", "0", "--config", "x"), "--steps 0 is not positive"),
+        (("verify", "--steps", "0", "--config", "x"), "--steps 0 is not positive"),
+        (("verify", *OWN, "--config", "x"), "--batch does not go with this form"),
+        (("verify", "tests.test_verify:make_tiny", *OWN, "--tp", "0"), "tp 0 is not a positive number"),
     ],
 )
 def test_mistakes_are_told_at_once(arguments, message):
