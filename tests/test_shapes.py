@@ -28,6 +28,7 @@ LLAMAS = {
     "gqa": {"num_kv_heads": 2},
     "mqa, biases, QK-norm": {"num_kv_heads": 1, "qkv_bias": True, "qk_norm": True},
     "vocabulary 1003": {"vocab_size": 1003},
+    "vocabulary 32003": {"vocab_size": 32_003},
     "vocabulary 61, tied": {"vocab_size": 61, "tie_embeddings": True},
     "all biases": ALL_BIASES,
     "head size 10": {"head_dim": 10, "num_kv_heads": 4},
