@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from parallel2d.checkpoint.durable import sync, write_text
 from parallel2d.errors import UserError
 
 CONFIG_FILE = "config.json"
@@ -133,9 +134,9 @@ def write_folder(
         if len(files) > 1:
             total = {"total_size": sum(sizes.values())}
             _write_json(writing / _INDEX_FILE, {"metadata": total, "weight_map": places})
-        _sync(writing)
+        sync(writing)
         writing.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(writing, ignore_errors=True)
 
@@ -159,17 +160,8 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     # safetensors makes files that only their owner reads; ours are like any other.
     path.chmod((path.parent / CONFIG_FILE).stat().st_mode)
-    _sync(path)
+    sync(path)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -5,7 +5,6 @@ ranks are done: a folder without `.tmp` is whole.
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel2d.checkpoint.chunks import Chunk
+from parallel2d.checkpoint.durable import sync, write_text
 from parallel2d.errors import UserError
 from parallel2d.fsdp import reshard
 
@@ -91,10 +91,10 @@ class CheckpointStore:
         dcp.save(_as_chunks(state_tensors(model, optimizer)), checkpoint_id=writing)
         if dist.get_rank() == 0:
             facts = {**trainer_state, _OPTIMIZER: type(optimizer).__name__}
-            _write_durably(writing / TRAINER_FILE, json.dumps(facts, indent=1))
-            _sync_folder(writing)
+            write_text(writing / TRAINER_FILE, json.dumps(facts, indent=1))
+            sync(writing)
             writing.rename(final)
-            _sync_folder(self.folder)
+            sync(self.folder)
             self._delete_old()
         dist.barrier()
         return final
@@ -219,18 +219,3 @@ def _create_optimizer_state(
                 if entry.size == parameter.shape
                 else torch.zeros(entry.size, dtype=entry.properties.dtype, device=parameter.device)
             )
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
