@@ -4,6 +4,7 @@ A fork server imports torch and the project once per test session; each rank is 
 world starts in milliseconds and every test has fresh processes.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -88,6 +89,7 @@ def _work(
 ) -> None:
     for stream, suffix in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{suffix}", os.O_CREAT | os.O_WRONLY), stream)
+    faulthandler.enable()
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
