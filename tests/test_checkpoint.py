@@ -137,7 +137,7 @@ def die(*_: object) -> None:
     os._exit(9)
 
 
-@pytest.mark.parametrize("moment", ["_write_durably", "_sync_folder"])
+@pytest.mark.parametrize("moment", ["write_text", "sync"])
 def test_a_crash_while_saving_leaves_the_old_one(tmp_path, moment):
     outcomes = try_ranks(2, save_and_die, str(tmp_path), moment)
     assert outcomes[0].exitcode == 9

@@ -8,7 +8,7 @@ import pytest
 
 from tests.ranks import run_recipe
 
-SMALL = ("--data.seq_len", "32", "--data.global_batch", "8", "--steps", "10", "--log.every", "1")
+SMALL = ("--data.seq_len", "32", "--data.global_batch", "8", "--steps", "5", "--log.every", "1")
 QUIET = (
     "--log.val_batches",
     "1",
@@ -20,7 +20,8 @@ QUIET = (
     "0",
 )
 FLOAT64 = ("--precision.param", "float64")
-MESHES = [(2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1), (2, 4, 1), (8, 1, 1), (1, 8, 1), (4, 2, 2)]
+MESHES = [(2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1), (2, 4, 1), (4, 2, 2)]
+MESHES += [pytest.param(mesh, marks=pytest.mark.slow) for mesh in [(8, 1, 1), (1, 8, 1)]]
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +55,11 @@ def worst_error(ours: dict, reference: dict) -> float:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_float64_equals_one_process(curves, mesh):
     reference = curves(1, 1, 1, *FLOAT64)
-    assert len(reference) == 22  # loss and grad_norm of ten steps, two validations
+    assert len(reference) == 12  # loss and grad_norm of five steps, two validations
     assert worst_error(curves(*mesh, *FLOAT64), reference) < 1e-9
 
 
-@pytest.mark.parametrize("mesh", [(4, 2, 1), (4, 2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(2, 2, 1), pytest.param((4, 2, 2), marks=pytest.mark.slow)], ids=str)
 def test_float32_equals_one_process(curves, mesh):
     assert worst_error(curves(*mesh), curves(1, 1, 1)) < 1e-4
 
