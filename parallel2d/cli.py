@@ -27,8 +27,8 @@ from parallel2d.mesh import MeshShape, build_mesh, choose_mesh
 from parallel2d.models.hf import CannotCarry, from_hf, hf_names
 from parallel2d.models.llama import PRESETS, Llama, LlamaConfig
 from parallel2d.parallelize import parallelize
-from parallel2d.verify import Model, Trial, random_targets, verify
-from parallel2d.verify_hf import ask_transformers, compare, read_expected
+from parallel2d.verify.compare import Model, Trial, random_targets, verify
+from parallel2d.verify.hf import ask_transformers, compare, read_expected
 
 _TIMEOUT_S = 600.0
 

@@ -23,8 +23,8 @@ LAYERS = [
         "loss",
         "optim",
     },
-    {"flags", "step", "generate", "parallelize", "checkpoint", "metrics", "ledger", "report"},
-    {"locate", "verify", "verify_hf"},
+    {"flags", "step", "generate", "parallelize", "checkpoint", "metrics", "ledger"},
+    {"verify"},
     {"cli"},
 ]
 # Within a layer: who may use whom, with the reason.
@@ -36,7 +36,6 @@ ALSO = {
     ("styles", "seeds"),  # what dropout on a share draws
     ("config", "fsdp"),  # a section makes the policy of it
     ("metrics", "step"),  # shows StepStats
-    ("verify", "locate"),  # asks where, once it knows that
 }
 
 

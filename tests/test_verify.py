@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d import MeshShape, build_mesh, cli, launch
 from parallel2d.local_weights import distribute, local
-from parallel2d.report import TOLERANCE, Report
 from parallel2d.styles import Rowwise, Shard, Vocab
-from parallel2d.verify import Trial, verify
+from parallel2d.verify.compare import Trial, verify
+from parallel2d.verify.report import TOLERANCE, Report
 from tests.ranks import ROOT, run_ranks, try_ranks
 
 

@@ -61,7 +61,7 @@ def test_a_folder_against_transformers_and_a_wrong_weight_against_it(folder):
 
 
 def write_expected(folder: Path, file: Path) -> Path:
-    from parallel2d.verify_hf import ask_transformers
+    from parallel2d.verify.hf import ask_transformers
 
     found = ask_transformers(folder)
     np.savez(file, input_ids=found.ids, logits=found.logits, loss=found.loss)

@@ -1,6 +1,6 @@
 """Our model with the weights of a Hugging Face folder against results computed elsewhere.
 
-`python -m parallel2d.verify_hf FOLDER RESULTS.npz` computes them with transformers, if installed: in
+`python -m parallel2d.verify.hf FOLDER RESULTS.npz` computes them with transformers, if installed: in
 a process of its own, because transformers looks for process groups and starts threads.
 """
 
@@ -70,7 +70,7 @@ def ask_transformers(folder: Path) -> Expected:
     """Logits, loss and gradient norm of random ids by transformers, float32, on one process."""
     with tempfile.TemporaryDirectory() as scratch:
         results = Path(scratch, "results.npz")
-        command = [sys.executable, "-m", "parallel2d.verify_hf", str(folder), str(results)]
+        command = [sys.executable, "-m", "parallel2d.verify.hf", str(folder), str(results)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise UserError(

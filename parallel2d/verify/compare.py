@@ -22,16 +22,16 @@ from parallel2d.data import rows_of_rank
 from parallel2d.errors import UserError
 from parallel2d.fsdp import GradientSync, Precision, inference
 from parallel2d.init import init_weights
-from parallel2d.locate import Recorder, first_wrong_gradient, first_wrong_output
 from parallel2d.loss import IGNORE_INDEX, VocabShard
 from parallel2d.mesh import dp_rank, dp_size
 from parallel2d.optim import build_optimizer
 from parallel2d.parallelize import parallelize
-from parallel2d.report import TOLERANCE, Difference, Report
 from parallel2d.seeds import seed_of
 from parallel2d.shards import local_box
 from parallel2d.step import train_step
 from parallel2d.tensor_parallel import Plan, entry_of
+from parallel2d.verify.locate import Recorder, first_wrong_gradient, first_wrong_output
+from parallel2d.verify.report import TOLERANCE, Difference, Report
 
 _FLOAT64 = Precision(torch.float64, torch.float64, torch.float64)
 
