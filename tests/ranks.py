@@ -21,6 +21,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "llama_2d.py"
+# A text that is read sooner than the standard library's.
+TEXT = ("--data.path", str(ROOT / "README.md"))
 
 _context = multiprocessing.get_context("forkserver")
 _ROOMS = (

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from parallel2d import UserError, launch
 from parallel2d.checkpoint.store import CheckpointStore
-from tests.ranks import RECIPE, ROOT, _free_port, run_ranks, run_recipe, try_ranks
+from tests.ranks import RECIPE, ROOT, TEXT, _free_port, run_ranks, run_recipe, try_ranks
 
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
-SMALL = ["--data.seq_len", "32", "--data.global_batch", "8", "--steps", "2", "--log.val_batches", "1"]
+SMALL = [*TEXT, "--data.seq_len", "32", "--data.global_batch", "8", "--steps", "2", "--log.val_batches", "1"]
 SMALL += [
     "--log.every",
     "1",
@@ -213,7 +213,7 @@ def wait_until(condition, timeout_s: float) -> None:
     "how",
     [
         "kill -9 of one rank",
-        "kill -9 of the launcher",
+        pytest.param("kill -9 of the launcher", marks=pytest.mark.slow),
         pytest.param("ctrl-c", marks=pytest.mark.slow),
         pytest.param("sigterm to torchrun", marks=pytest.mark.slow),
     ],
