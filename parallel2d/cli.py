@@ -23,6 +23,7 @@ from parallel2d.data import Corpus, load_tokens
 from parallel2d.errors import UserError
 from parallel2d.flags import load_config
 from parallel2d.freeze import freeze
+from parallel2d.fsdp import Precision
 from parallel2d.mesh import MeshShape, build_mesh, choose_mesh
 from parallel2d.models.hf import CannotCarry, from_hf, hf_names
 from parallel2d.models.llama import PRESETS, Llama, LlamaConfig
@@ -169,7 +170,7 @@ def _own(arguments: argparse.Namespace, rest: list[str]) -> tuple[Trial, MeshSha
 
 
 def _verify_hf(arguments: argparse.Namespace, rest: list[str]) -> bool:
-    """Our model with the folder's weights, float32, against the expected arrays or transformers."""
+    """Our model with the folder's weights against the expected arrays or transformers."""
     if rest:
         raise UserError(f"unknown with --hf: {' '.join(rest)} (see parallel2d verify --help)")
     folder = Path(arguments.hf)
@@ -186,7 +187,8 @@ def _verify_hf(arguments: argparse.Namespace, rest: list[str]) -> bool:
         mesh = build_mesh(shape, "cpu")
         with torch.device("meta"):
             model = model_class(config)
-        parallelize(model, mesh, plan=model.tp_plan(), units=list(model.blocks))
+        precision = Precision(expected.dtype, expected.dtype, expected.dtype)
+        parallelize(model, mesh, plan=model.tp_plan(), units=list(model.blocks), precision=precision)
         load_hf(folder, model, hf_names(model), device)
         model.eval()
         found = {

@@ -24,7 +24,7 @@ from parallel2d.loss import IGNORE_INDEX, VocabShard, cross_entropy_sum
 from parallel2d.mesh import dp_rank, dp_size, sum_over_dp
 from parallel2d.optim import gradient_norm
 
-# float32 against float32, in another order of sums; logits relative to the largest, where that is above 1.
+# float32 in another order of sums; logits relative to the largest, where that is above 1.
 LOGITS_TOLERANCE, SCALAR_TOLERANCE = 1e-4, 1e-5
 
 
@@ -40,6 +40,12 @@ class Expected:
     loss: float | None
     grad_norm: float | None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """To compute in, as they did: float64 where their logits are, else float32."""
+        wide = self.logits is not None and self.logits.dtype == torch.float64
+        return torch.float64 if wide else torch.float32
+
     def padded_length(self, tp: int) -> int:
         """Positions of a sequence that tp can split."""
         return -(-self.ids.shape[1] // tp) * tp
@@ -54,7 +60,7 @@ def read_expected(file: Path) -> Expected:
         raise UserError(f"--expected {str(file)!r} is not an .npz file of plain arrays: {error}") from None
     except KeyError:
         raise UserError(f"--expected {str(file)!r} has no input_ids, but {', '.join(arrays)}") from None
-    logits = torch.from_numpy(arrays["logits"]).float() if "logits" in arrays else None
+    logits = torch.from_numpy(arrays["logits"]) if "logits" in arrays else None
     if ids.ndim != 2 or (logits is not None and logits.shape[:2] != ids.shape):
         told = "" if logits is None else f", logits {list(logits.shape)}"
         raise UserError(
@@ -67,7 +73,10 @@ def read_expected(file: Path) -> Expected:
 
 
 def ask_transformers(folder: Path) -> Expected:
-    """Logits, loss and gradient norm of random ids by transformers, float32, on one process."""
+    """Logits, loss and gradient norm of random ids by transformers, on one process.
+
+    In float64: real weights have large activations, for which float32's rounding hides what differs.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         results = Path(scratch, "results.npz")
         command = [sys.executable, "-m", "parallel2d.verify.hf", str(folder), str(results)]
@@ -117,9 +126,10 @@ def _largest_error(logits: Tensor, expected: Expected, mine: slice, vocab: Vocab
     if expected.logits is None:
         return None
     theirs = expected.logits[mine, :, vocab.start : vocab.stop]
-    error = torch.zeros(())
+    error = torch.zeros((), dtype=torch.float64)
     if theirs.numel():
-        error = (logits[: theirs.shape[0], : theirs.shape[1]] - theirs).abs().max().nan_to_num(nan=math.inf)
+        ours = logits[: theirs.shape[0], : theirs.shape[1]]
+        error = (ours - theirs).abs().max().double().nan_to_num(nan=math.inf)
     dist.all_reduce(error, op=dist.ReduceOp.MAX)
     return error.item()
 
@@ -142,16 +152,14 @@ def _compute_with_transformers(folder: Path, results: Path) -> None:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float64, attn_implementation="eager"
     ).eval()
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (2, 33), generator=draw)
     logits = model(ids).logits
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     loss.backward()
-    # In float64: the float32 norm of a large tensor is off by some 1e-5 on a CPU.
-    squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
-    norm = torch.stack(squares).sum().sqrt()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     np.savez(results, input_ids=ids, logits=logits.detach(), loss=loss.item(), grad_norm=norm.item())
 
 
