@@ -201,7 +201,7 @@ class Llama(nn.Module):
 
     def tp_plan(self) -> dict[str, str]:
         """How each module is split over tp, and what it sends (parallel2d/styles.py)."""
-        head_norms = {"blocks.*.attention.[qk]_norm": "sequence"} if self.config.qk_norm else {}
+        head_norms = {"blocks.*.attention.[qk]_norm": "per_head"} if self.config.qk_norm else {}
         return {
             "embedding": "vocab",
             "blocks.*.attention_norm": "sequence",

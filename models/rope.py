@@ -32,6 +32,8 @@ class RopeScaling:
             for name in ("factor", "low_freq_factor", "original_context")
             if (value := getattr(self, name)) <= 0
         ]
+        if self.kind == "none" and self != RopeScaling():
+            found.append("model.rope_scaling has values but kind none: use kind linear or llama3")
         if self.high_freq_factor <= self.low_freq_factor:
             found.append(
                 f"model.rope_scaling.high_freq_factor {self.high_freq_factor} is not above "

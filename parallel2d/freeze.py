@@ -24,7 +24,8 @@ def freeze(model: nn.Module, globs: Sequence[str]) -> None:
         glob = entry.removeprefix("!")
         hits = [parameter for name, parameter in named if fnmatchcase(name, glob)]
         if not hits:
-            near = difflib.get_close_matches(glob, [name for name, _ in named], n=3, cutoff=0.4)
+            words = {word for name, _ in named for word in (name, *name.split("."))}
+            near = difflib.get_close_matches(glob.strip("*"), words, n=3, cutoff=0.4)
             faults.append(f"freeze: {entry!r} matches no parameter (nearest: {', '.join(near) or 'none'})")
         for parameter in hits:
             parameter.requires_grad_(entry.startswith("!"))

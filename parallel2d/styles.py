@@ -19,12 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from parallel2d.collectives import (
-    gather_sequence,
-    scatter_sequence,
-    sum_gradient,
-    sum_output,
-)
+from parallel2d.collectives import gather_sequence, scatter_sequence, sum_gradient, sum_output
 from parallel2d.errors import UserError
 from parallel2d.local_weights import distribute, local, local_bias, local_parameters
 from parallel2d.seeds import random_branch
@@ -199,14 +194,22 @@ class Replicated(ParallelStyle):
         return wrapped
 
 
-class Sequence(Replicated):
-    """Any module that sees a share of the sequence, a norm for one: (b, s/tp, d) -> the same, weights whole.
+class PerHead(Replicated):
+    """Any module that treats heads alike and sees this rank's, a norm of queries for one, weights whole.
 
-    Each rank's gradient covers its own tokens, so FSDP sums it over tp before it reduces over dp.
+    (b, h/tp, s, k) -> the same. Each rank's gradient covers its own heads, so FSDP sums it over tp
+    (it redistributes a gradient that is Partial) before it reduces over dp.
     Forward: nothing; backward: one all-reduce per weight.
     """
 
     gradient = Partial()
+
+
+class Sequence(PerHead):
+    """Any module that sees a share of the sequence, a norm for one: (b, s/tp, d) -> the same, weights whole.
+
+    Each rank's gradient covers its own tokens. Forward: nothing; backward: one all-reduce per weight.
+    """
 
 
 class ShardedDropout(ParallelStyle):
@@ -277,6 +280,7 @@ _STYLES: dict[str, ParallelStyle] = {
     "gather_sequence": GatherSequence(),
     "replicated": Replicated(),
     "sequence": Sequence(),
+    "per_head": PerHead(),
     "sharded_dropout": ShardedDropout(),
     "vocab": Vocab(),
     "vocab_head": VocabHead(),

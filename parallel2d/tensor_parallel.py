@@ -90,7 +90,8 @@ def _require_gathers(styles: Mapping[str, ParallelStyle]) -> None:
 def _require_all_named(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
     """Where activations are split by sequence, a weight that is only `replicated` gets a wrong gradient,
     and dropout that no style knows of would repeat its mask on each share."""
-    if not any(isinstance(style, SEQUENCE_STYLES) for style in styles.values()):
+    splitting = next((name for name, style in styles.items() if isinstance(style, SEQUENCE_STYLES)), None)
+    if splitting is None:
         return
     unnamed = [
         name or "the model itself"
@@ -100,9 +101,9 @@ def _require_all_named(model: nn.Module, styles: Mapping[str, ParallelStyle]) ->
     ]
     if unnamed:
         raise UserError(
-            f"a plan that splits the sequence must name every module with parameters, as `sequence` (it sees "
-            f"a share of the positions or of the heads) or `replicated` (the same on each rank), and every "
-            f"dropout, as `sharded_dropout` or `replicated`; "
+            f"a plan that splits the sequence (as for {splitting or 'the model itself'}) must name every "
+            f"module with parameters, as `sequence` (it sees some positions), `per_head` (some heads) or "
+            f"`replicated` (the same on each rank), and every dropout, as `sharded_dropout` or `replicated`; "
             f"it leaves out {', '.join(unnamed[:10])}{', …' if len(unnamed) > 10 else ''}"
         )
 

@@ -155,6 +155,7 @@ def test_dtypes_follow_the_device(load):
             4,
             "num_kv_heads 6 neither divides tp 4 nor is divisible by it: use tp 1, 2, 3, 6, 12",
         ),
+        ({"rope_scaling": RopeScaling(factor=4.0)}, 1, "rope_scaling has values but kind none: use kind"),
         ({"rope_scaling": RopeScaling("linear", 0.0)}, 1, "model.rope_scaling.factor 0.0 is not positive"),
         ({"num_kv_heads": 3}, 1, "num_heads 8 is not divisible by num_kv_heads 3"),
         ({"width": 100}, 1, "model.width 100 is not divisible by model.num_heads 8"),

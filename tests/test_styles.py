@@ -160,9 +160,9 @@ def test_a_wrong_plan_is_named(plan, message):
     [
         (
             {k: v for k, v in STREAM_PLAN.items() if k != "norm"},
-            "must name every module with parameters, as `sequence` (it sees a share of the positions or of "
-            "the heads) or `replicated` (the same on each rank), and every dropout, as `sharded_dropout` or "
-            "`replicated`; it leaves out norm",
+            "a plan that splits the sequence (as for embedding) must name every module with parameters, as "
+            "`sequence` (it sees some positions), `per_head` (some heads) or `replicated` (the same on each "
+            "rank), and every dropout, as `sharded_dropout` or `replicated`; it leaves out norm",
         ),
         (
             {**STREAM_PLAN, "inner.up": "colwise"},

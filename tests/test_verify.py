@@ -159,7 +159,8 @@ def test_a_right_plan_agrees(model_class, plan):
             Tiny,
             SEQUENCE,
             "agree up to attention.v (plan entry 'attention.[qkv]': colwise_local); the first that differs "
-            "is that of attention.o (plan entry 'attention.o': rowwise_scatter)",
+            "is that of attention.o (plan entry 'attention.o': rowwise_scatter); the fault is there, or "
+            "in what the model does between the two (a split of heads, a chunk)",
             "attention.q.weight",
         ),
     ],

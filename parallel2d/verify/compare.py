@@ -6,6 +6,7 @@ Everything is float64, where sums in another order differ by 1e-15 and a wrong p
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -83,6 +84,8 @@ def verify(trial: Trial, mesh: DeviceMesh, name: str) -> Report:
     Every rank holds the whole model in float64 besides its share; rank 0 also gradients and optimizer
     state. Its tensors are broadcast one at a time, and every rank compares the block that it holds.
     """
+    # torch warns of outputs that are views, which somebody might change in place: here nobody does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     template = _make(trial.make, trial.seed)
     alone = _run_alone(trial, template) if dist.get_rank() == 0 else None
     model, plan = _on_mesh(trial, template, mesh)
@@ -118,7 +121,10 @@ def _place(trial: Trial, template: Model, report: Report, mesh: DeviceMesh) -> s
     if wrong_output is not None:
         right, wrong = wrong_output
         before = "" if right is None else f"agree up to {_named(right, plan)}; "
-        return f"forward: outputs {before}the first that differs is that of {_named(wrong, plan)}"
+        return (
+            f"forward: outputs {before}the first that differs is that of {_named(wrong, plan)}; "
+            f"the fault is there, or in what the model does between the two (a split of heads, a chunk)"
+        )
     errors = [(p.parameter, p.gradient) for p in report.parameters]
     wrong_gradient = first_wrong_gradient(errors, TOLERANCE)
     if wrong_gradient is None:

@@ -83,10 +83,15 @@ class Report:
         lines = self.place.split("; ") if self.place else []
         if self.differing:
             lines.append(f"{'parameter that differs':38}{'gradient':>12}{'weight':>12}   decided by")
-        for p in self.differing[:_SHOWN]:
+        wrong = [p for p in self.differing if not p.gradient < TOLERANCE] or self.differing
+        for p in wrong[:_SHOWN]:
             lines.append(f"{p.parameter:38}{p.gradient:>12.1e}{p.weight:>12.1e}   {p.plan_entry}")
-        if len(self.differing) > _SHOWN:
-            lines.append(f"… and {len(self.differing) - _SHOWN} more")
+        if len(wrong) > _SHOWN:
+            lines.append(f"… and {len(wrong) - _SHOWN} more")
+        if len(self.differing) > len(wrong):
+            lines.append(
+                f"and the weights of {len(self.differing) - len(wrong)} more, whose gradients began right"
+            )
         return lines
 
 
