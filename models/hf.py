@@ -46,7 +46,7 @@ def from_hf(config: Mapping[str, Any]) -> tuple[type[nn.Module], Config]:
     Both generations are read: rope_theta with rope_scaling, and rope_parameters.
     """
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise CannotCarry(f"model_type {kind!r} is not carried (these are: {', '.join(FAMILIES)})")
     family = FAMILIES[kind]
     _refuse(_problems_of_keys(config, family))
@@ -101,6 +101,9 @@ def _read_gpt2(c: Mapping[str, Any]) -> GPT2Config:
 
 
 def _read_llama(kind: str, c: Mapping[str, Any]) -> LlamaConfig:
+    # transformers fails on a zero here, and we would take it for "not given".
+    zeros = ("head_dim", "num_key_value_heads", "sliding_window")
+    _refuse([f"{key} 0 is not positive" for key in zeros if c.get(key) == 0])
     theta, scaling, problems = _read_rope(c)
     window, more = _read_window(kind, c)
     _refuse(problems + more)
@@ -129,17 +132,17 @@ def _read_llama(kind: str, c: Mapping[str, Any]) -> LlamaConfig:
 def _read_rope(c: Mapping[str, Any]) -> tuple[float, RopeScaling, list[str]]:
     """(theta, scaling, problems) of rope_parameters, or of rope_theta and rope_scaling."""
     old, new = c["rope_scaling"] or {}, c["rope_parameters"] or {}
-    rope = {"rope_theta": c["rope_theta"] or 10_000.0} | old | new
+    rope = {"rope_theta": 10_000.0 if c["rope_theta"] is None else c["rope_theta"]} | old | new
     found = []
-    if old and new and any(new.get(key, value) != value for key, value in old.items()):
-        found.append(f"rope_scaling {old} contradicts rope_parameters {new}")
+    if old and new and old != new:
+        found.append(f"rope_scaling {old} and rope_parameters {new}: only one of them can be meant")
     if c["rope_theta"] and rope["rope_theta"] != c["rope_theta"]:
         found.append(
             f"rope_theta {c['rope_theta']} contradicts rope_theta {rope['rope_theta']} of {new or old}"
         )
-    kinds = {rope.pop(key) for key in ("rope_type", "type") if key in rope}
-    kind = kinds.pop() if len(kinds) == 1 else "default" if not kinds else " and ".join(map(str, kinds))
-    if kind not in ROPE_KEYS:
+    kinds = [rope.pop(key) for key in ("rope_type", "type") if key in rope]
+    kind = kinds[0] if kinds and kinds == kinds[:1] * len(kinds) else kinds or "default"
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
         return (
             0.0,
             RopeScaling(),
@@ -150,7 +153,8 @@ def _read_rope(c: Mapping[str, Any]) -> tuple[float, RopeScaling, list[str]]:
     theta, names = rope.pop("rope_theta"), ROPE_KEYS[kind]
     found += [f"{k} {v!r} of rope_type {kind} is not known" for k, v in rope.items() if k not in names]
     found += [f"rope_type {kind} lacks {key}" for key in names if key not in rope]
-    found += [f"{k} {v!r} is not a number" for k, v in rope.items() if not _is(v, float | int)]
+    numbers = {"rope_theta": theta, **rope}
+    found += [f"{k} {v!r} is not a number" for k, v in numbers.items() if not _is(v, float | int)]
     if found:
         return theta, RopeScaling(), found
     fields = {names[key]: value for key, value in rope.items()}

@@ -71,11 +71,11 @@ class LlamaConfig:
             for name in ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "ffn_width")
             if (size := getattr(self, name)) < 1
         ]
-        found += [f"model.rope_theta {self.rope_theta} is not positive"] if self.rope_theta <= 0 else []
+        found += [] if self.rope_theta > 0 else [f"model.rope_theta {self.rope_theta} is not positive"]
         found += [
-            f"model.{name} {value} is negative"
+            f"model.{name} {value} is negative or no number"
             for name in ("head_dim", "init_std", "norm_eps", "sliding_window")
-            if (value := getattr(self, name)) < 0
+            if not (value := getattr(self, name)) >= 0
         ]
         found += self.rope_scaling.problems()
         if found:

@@ -28,8 +28,10 @@ from parallel2d.mesh import MeshShape, build_mesh, choose_mesh
 from parallel2d.models.hf import CannotCarry, from_hf, hf_names
 from parallel2d.models.llama import PRESETS, Llama, LlamaConfig
 from parallel2d.parallelize import parallelize
-from parallel2d.verify.compare import Model, Trial, random_targets, verify
+from parallel2d.verify.compare import verify
 from parallel2d.verify.hf import ask_transformers, compare, read_expected
+from parallel2d.verify.report import finite
+from parallel2d.verify.trial import Model, Trial, random_targets
 
 _TIMEOUT_S = 600.0
 
@@ -180,6 +182,7 @@ def _verify_hf(arguments: argparse.Namespace, rest: list[str]) -> bool:
         raise UserError(f"{folder / 'config.json'}: {error}") from None
     shape = _mesh(*_given_mesh(arguments), lambda s: config.problems(s.tp))
     expected = read_expected(Path(arguments.expected)) if arguments.expected else ask_transformers(folder)
+    expected.require_vocabulary(config.vocab_size)
     length, longest = expected.padded_length(shape.tp), getattr(config, "max_positions", math.inf)
     if length > longest:
         raise UserError(f"{length} positions (padded for tp {shape.tp}) are more than the model's {longest}")
@@ -198,7 +201,7 @@ def _verify_hf(arguments: argparse.Namespace, rest: list[str]) -> bool:
         }
         if dist.get_rank() == 0:
             text = "\n".join(f"{key:20}{value}" for key, value in found.items())
-            print(json.dumps(found, indent=1) if arguments.json else text, flush=True)
+            print(json.dumps(finite(found), indent=1) if arguments.json else text, flush=True)
     return bool(found["same"])
 
 

@@ -152,8 +152,7 @@ def apply_fsdp(
     for name in dict.fromkeys(policy.forward_methods):
         register_fsdp_forward_method(model, name)
     if not all(parameter.requires_grad for parameter in model.parameters()):
-        for unit in units:
-            unit.register_forward_hook(_gather_in_backward_if_there_is_one)
+        _gather_in_backward_where_there_is_one(model, shards)
 
 
 def _reshards(choice: Reshard, units: int) -> list[bool | int]:
@@ -177,14 +176,23 @@ def _ahead(order: list[FSDPModule], depth: int) -> Iterator[tuple[FSDPModule, li
         yield module, order[index + 1 : index + 1 + depth]
 
 
-def _gather_in_backward_if_there_is_one(unit: nn.Module, _: Any, output: Any) -> None:
-    """A forward hook for models with frozen parameters.
+def _gather_in_backward_where_there_is_one(model: nn.Module, units: Sequence[FSDPModule]) -> None:
+    """For models with frozen parameters: a unit none of whose outputs needs a gradient has no backward,
+    and FSDP's prefetch would gather it in vain."""
 
-    A unit whose output needs no gradient has no backward, and FSDP's prefetch would gather it in vain.
-    """
-    if torch.is_grad_enabled() and isinstance(unit, FSDPModule):
+    def begin(*_: Any) -> None:
+        for unit in units:
+            unit.set_unshard_in_backward(False)
+
+    def note(unit: nn.Module, _: Any, output: Any) -> None:
         tensors = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, Tensor)]
-        unit.set_unshard_in_backward(any(t.requires_grad for t in tensors))
+        if isinstance(unit, FSDPModule) and any(t.requires_grad for t in tensors):
+            unit.set_unshard_in_backward(True)
+
+    model.register_forward_pre_hook(begin)
+    for unit in units:
+        if isinstance(unit, nn.Module):
+            unit.register_forward_hook(note)
 
 
 def set_gradient_sync(model: nn.Module, mode: GradientSync, *, is_last: bool) -> None:

@@ -62,6 +62,11 @@ def parallelize(
     """
     precision, fsdp = precision or Precision(), fsdp or FsdpPolicy()
     found = fsdp.problems(type(model), mesh["dp_shard"].size(), mesh["tp"].size(), mesh.device_type)
+    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        found.append(
+            f"parameters without dims cannot be sharded: give shape (1,) to {', '.join(scalars[:10])}"
+        )
     if found:
         raise UserError("\n".join(found))
     _share_values(model)

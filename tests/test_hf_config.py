@@ -101,8 +101,17 @@ def test_both_generations_of_rope(more, theta, scaling):
         (
             LLAMA,
             {"rope_scaling": {"factor": 2.0}, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
-            "contradicts rope_parameters",
+            "only one of them can be meant",
         ),
+        (
+            LLAMA,
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 5e5}},
+            "only one of them can be meant",
+        ),
+        (LLAMA, {"model_type": ["llama"]}, "model_type ['llama'] is not carried"),
+        (LLAMA, {"rope_scaling": {"rope_type": ["linear"]}}, "rope_type ['linear'] is not carried"),
+        (LLAMA, {"rope_parameters": {"rope_theta": None}}, "rope_theta None is not a number"),
+        (LLAMA, {"head_dim": 0}, "head_dim 0 is not positive"),
         (QWEN, {"mlp_bias": True}, "mlp_bias True is not known"),
         (QWEN, {"use_sliding_window": True, "max_window_layers": 1}, "all 2 layers must be full_attention"),
         (QWEN, {"layer_types": ["full_attention", "chunked"]}, "all 2 layers must be"),

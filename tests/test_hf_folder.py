@@ -146,9 +146,20 @@ def test_a_tie_that_is_none_is_refused(tmp_path):
 def test_only_the_files_of_the_index_are_read(tmp_path):
     folder = tmp_path / "a"
     model = written(folder, max_shard_bytes=100e3)
-    for name in ("model.safetensors", "another.safetensors"):
-        save_file({"model.norm.weight": torch.zeros(48)}, folder / name)
+    save_file({"model.norm.weight": torch.zeros(48)}, folder / "another.safetensors")
     assert same(model, loaded(folder))
+    save_file({"model.norm.weight": torch.zeros(48)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"has both model\.safetensors and model\.safetensors\.index\.json"):
+        loaded(folder)
+
+
+def test_a_tensor_in_two_files_of_the_index_is_refused(tmp_path):
+    written(tmp_path / "a", max_shard_bytes=100e3)
+    last = sorted((tmp_path / "a").glob("model-*.safetensors"))[-1]
+    held = load_file(last)
+    save_file(held | {"model.embed_tokens.weight": torch.zeros(101, 48)}, last)
+    with pytest.raises(UserError, match=r"does not list \['model\.embed_tokens\.weight'\] of"):
+        loaded(tmp_path / "a")
 
 
 @pytest.mark.parametrize(

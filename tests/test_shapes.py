@@ -13,8 +13,9 @@ from parallel2d.models.rope import RopeScaling
 from torch import nn
 
 from parallel2d import MeshShape, build_mesh, launch
-from parallel2d.verify.compare import Model, Trial, verify
+from parallel2d.verify.compare import verify
 from parallel2d.verify.report import Report
+from parallel2d.verify.trial import Model, Trial
 from tests.ranks import run_ranks
 
 # 8 heads of 6, 56 features: what dp splits, 2 or 4 need not divide.

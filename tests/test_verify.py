@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import sys
 from collections.abc import Callable
 
@@ -15,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel2d import MeshShape, build_mesh, cli, launch
 from parallel2d.local_weights import distribute, local
 from parallel2d.styles import Rowwise, Shard, Vocab
-from parallel2d.verify.compare import Trial, verify
+from parallel2d.verify.compare import verify
 from parallel2d.verify.report import TOLERANCE, Report
+from parallel2d.verify.trial import Trial
 from tests.ranks import ROOT, run_ranks, try_ranks
 
 
@@ -180,6 +182,72 @@ def test_only_the_wrong_gradient_is_named():
     assert {p.parameter for p in report.differing} == {"norm2.weight", "norm2.bias"}
 
 
+class ZeroLinear(nn.Linear):
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+class ZeroInit(NoAttention):
+    """Starts as if it had no feed-forward: its norm has no gradient in step 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ffn.down = ZeroLinear(20, 12)
+
+
+def make_on_meta(plan: dict) -> tuple[nn.Module, dict, list[nn.Module]]:
+    with torch.device("meta"):
+        return make(ZeroInit, plan)
+
+
+def on_meta(plan: dict) -> Report:
+    """One step with targets and one in which nothing counts."""
+    with launch.world(2, "cpu", 60):
+        ids = torch.arange(24).view(4, 6)
+        batches = [(ids, ids + 1), (ids, torch.full_like(ids, -100))]
+        trial = Trial(functools.partial(make_on_meta, plan), batches, options={})
+        return verify(trial, build_mesh(MeshShape(tp=2), "cpu"), "1×2")
+
+
+def test_weights_of_zero_and_a_step_without_targets_hide_nothing():
+    assert run_ranks(2, on_meta, NO_ATTENTION)[0].same
+    report = run_ranks(2, on_meta, {**NO_ATTENTION, "norm2": "replicated"})[0]
+    assert {p.parameter for p in report.differing if p.gradient > 1e-3} == {"norm2.weight", "norm2.bias"}
+
+
+def test_a_nan_is_a_difference():
+    report = Report("1×2", 1, math.inf, 0.0, [])
+    assert not report.same and json.loads(json.dumps(report.as_dict(), allow_nan=False))["loss"] is None
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.ffn = nn.BatchNorm1d(6), Ffn()
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return ids, ids
+
+
+def make_batch_norm() -> tuple[nn.Module, dict, list[nn.Module]]:
+    return make(Pair, {})
+
+
+def make_tuple() -> tuple[nn.Module, dict, list[nn.Module]]:
+    model = Pair()
+    model.norm = nn.Identity()
+    return model, {}, [model.ffn]
+
+
+def make_no_triple() -> nn.Module:
+    return Tiny()
+
+
+def far_targets(step: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(2, 4, dtype=torch.int64), torch.full((2, 4), 31)
+
+
 def test_a_plan_that_breaks_a_rule_is_a_mistake_of_input():
     outcome = try_ranks(4, report_of, NoAttention, {"ffn.downn": "rowwise"})[0]
     assert "plan entry 'ffn.downn' matches no module" in outcome.stderr
@@ -198,6 +266,7 @@ def command(*arguments: str) -> None:
     cli.main()
 
 
+FLOATS = ("--batch", "floats:4,6")
 OWN = ("--batch", "tokens:4,6,31", "--steps", "1", "--json")
 
 
@@ -233,6 +302,13 @@ def test_the_command_on_a_recipe():
         (
             ("verify", "tests.test_verify:make_tiny", "--batch", "tokens:4,6"),
             "is neither tokens:BATCH,LENGTH",
+        ),
+        (("verify", "tests.test_verify:make_batch_norm", *FLOATS), "norm: BatchNorm1d takes its statistics"),
+        (("verify", "tests.test_verify:make_tuple", *FLOATS), "the model returns tuple, not one tensor"),
+        (("verify", "tests.test_verify:make_no_triple", *FLOATS), "returns Tiny, not (model, plan, units)"),
+        (
+            ("verify", "tests.test_verify:make_tiny", "--batch", "tests.test_verify:far_targets"),
+            "targets from 31 to 31 are not classes of an output of 31",
         ),
         (("verify", "--config", "nowhere.yaml"), "--config 'nowhere.yaml' is not a file"),
         (("verify", "--config", str(ROOT / "recipes" / "llama_2d.yaml"), "--tp", "3"), "use tp 1, 2, 4, 8"),

@@ -77,6 +77,10 @@ def test_without_a_file_transformers_is_asked(folder):
         (("--expected", "nowhere.npz"), "--expected 'nowhere.npz' is not an .npz file"),
         (("--expected", "odd.npz"), "'odd.npz' has no input_ids, but logits"),
         (("--expected", "ids.npz"), "has none of logits, loss, grad_norm"),
+        (("--expected", "inf.npz"), "logits that are not finite"),
+        (("--expected", "half.npz", "--tp", "2"), "logits of 30 ids: the model's vocabulary has 61"),
+        (("--expected", "float.npz"), "input_ids float64[2, 8] are not ids"),
+        (("--expected", "far.npz"), "input_ids from 61 to 61: the vocabulary has 61"),
         (
             ("--expected", "short.npz"),
             "input_ids [2, 8], logits [2, 7, 61], not (batch, length[, vocabulary])",
@@ -91,6 +95,10 @@ def test_mistakes(folder, monkeypatch, arguments, message):
     ids = np.zeros((2, 8), dtype=np.int64)
     np.savez("odd.npz", logits=ids)
     np.savez("ids.npz", input_ids=ids)
+    np.savez("inf.npz", input_ids=ids, logits=np.full((2, 8, 61), np.inf))
+    np.savez("half.npz", input_ids=ids, logits=np.zeros((2, 8, 30)))
+    np.savez("float.npz", input_ids=ids + 0.9, loss=1.0)
+    np.savez("far.npz", input_ids=ids + 61, loss=1.0)
     np.savez("short.npz", input_ids=ids, logits=np.zeros((2, 7, 61), dtype=np.float32))
     outcome = verify(1, "--hf", ".", *arguments)
     assert outcome.exitcode == 2

@@ -35,7 +35,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} is damaged: it holds no JSON object")
@@ -73,7 +73,7 @@ def open_folder(folder: Path) -> Iterator[StoredTensors]:
             listed = {tensor for tensor, place in places.items() if place == name} if places else held
             if missing := sorted(listed - held):
                 raise UserError(f"{folder / _INDEX_FILE} is damaged: {name} does not hold {missing[:10]}")
-            if places and (stray := sorted(held - places.keys())):
+            if stray := sorted(held - listed):
                 raise UserError(f"{folder / _INDEX_FILE} is damaged: it does not list {stray[:10]} of {name}")
             slices |= {tensor: file.get_slice(tensor) for tensor in listed}
         yield StoredTensors(slices)
@@ -89,6 +89,10 @@ def _index_of(folder: Path) -> dict[str, str]:
                 f"only safetensors are read, nothing pickled"
             )
         return {}
+    if (folder / _SINGLE_FILE).exists():
+        raise UserError(
+            f"{folder} has both {_SINGLE_FILE} and {_INDEX_FILE}: remove the one that is not meant"
+        )
     places = _read_json(path).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(f, str) for f in places.values()):
         raise UserError(f"{path} is damaged: its weight_map must name a file for each tensor")

@@ -46,6 +46,13 @@ class Expected:
         wide = self.logits is not None and self.logits.dtype == torch.float64
         return torch.float64 if wide else torch.float32
 
+    def require_vocabulary(self, size: int) -> None:
+        """One UserError if ids or logits are of another vocabulary."""
+        if self.ids.min() < 0 or self.ids.max() >= size:
+            raise UserError(f"input_ids from {self.ids.min()} to {self.ids.max()}: the vocabulary has {size}")
+        if self.logits is not None and self.logits.shape[-1] != size:
+            raise UserError(f"logits of {self.logits.shape[-1]} ids: the model's vocabulary has {size}")
+
     def padded_length(self, tp: int) -> int:
         """Positions of a sequence that tp can split."""
         return -(-self.ids.shape[1] // tp) * tp
@@ -55,21 +62,33 @@ def read_expected(file: Path) -> Expected:
     """An .npz with input_ids and any of logits, loss, grad_norm."""
     try:
         arrays = dict(np.load(file, allow_pickle=False))
-        ids = torch.from_numpy(arrays["input_ids"].astype(np.int64))
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"--expected {str(file)!r} is not an .npz file of plain arrays: {error}") from None
-    except KeyError:
-        raise UserError(f"--expected {str(file)!r} has no input_ids, but {', '.join(arrays)}") from None
-    logits = torch.from_numpy(arrays["logits"]) if "logits" in arrays else None
-    if ids.ndim != 2 or (logits is not None and logits.shape[:2] != ids.shape):
-        told = "" if logits is None else f", logits {list(logits.shape)}"
+    if "input_ids" not in arrays:
+        raise UserError(f"--expected {str(file)!r} has no input_ids, but {', '.join(arrays)}")
+    ids, logits = arrays["input_ids"], arrays.get("logits")
+    if ids.dtype.kind not in "iu" or ids.ndim != 2 or ids.shape[0] < 1 or ids.shape[1] < 2:
         raise UserError(
-            f"{str(file)!r}: input_ids {list(ids.shape)}{told}, not (batch, length[, vocabulary])"
+            f"{str(file)!r}: input_ids {ids.dtype}{list(ids.shape)} are not ids (batch, length ≥ 2)"
         )
-    scalars = [float(arrays[name]) if name in arrays else None for name in ("loss", "grad_norm")]
+    if logits is not None and (logits.ndim != 3 or logits.shape[:2] != ids.shape):
+        shapes = f"input_ids {list(ids.shape)}, logits {list(logits.shape)}"
+        raise UserError(f"{str(file)!r}: {shapes}, not (batch, length[, vocabulary])")
+    scalars = [
+        _positive(file, name, arrays[name]) if name in arrays else None for name in ("loss", "grad_norm")
+    ]
     if logits is None and scalars == [None, None]:
         raise UserError(f"--expected {str(file)!r} has none of logits, loss, grad_norm")
-    return Expected(ids, logits, *scalars)
+    if logits is not None and not np.isfinite(logits).all():
+        raise UserError(f"{str(file)!r}: logits that are not finite compare with nothing")
+    wide = None if logits is None else torch.from_numpy(logits)
+    return Expected(torch.from_numpy(ids.astype(np.int64)), wide, *scalars)
+
+
+def _positive(file: Path, name: str, value: Any) -> float:
+    if value.ndim or not 0 < value < math.inf:
+        raise UserError(f"{str(file)!r}: {name} {value} is not one positive number")
+    return float(value)
 
 
 def ask_transformers(folder: Path) -> Expected:
@@ -129,7 +148,7 @@ def _largest_error(logits: Tensor, expected: Expected, mine: slice, vocab: Vocab
     error = torch.zeros((), dtype=torch.float64)
     if theirs.numel():
         ours = logits[: theirs.shape[0], : theirs.shape[1]]
-        error = (ours - theirs).abs().max().double().nan_to_num(nan=math.inf)
+        error = (ours - theirs).abs().max().double().nan_to_num(nan=math.inf, posinf=math.inf)
     dist.all_reduce(error, op=dist.ReduceOp.MAX)
     return error.item()
 
@@ -154,6 +173,8 @@ def _compute_with_transformers(folder: Path, results: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager"
     ).eval()
+    # transformers gives a padding id's embedding no gradient; our batch has no padding.
+    model.get_input_embeddings().padding_idx = None
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (2, 33), generator=draw)
     logits = model(ids).logits

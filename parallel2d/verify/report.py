@@ -38,7 +38,7 @@ class Report:
 
     @property
     def differing(self) -> list[Difference]:
-        """Parameters above the tolerance, a NaN included; the worst gradients first."""
+        """Parameters above the tolerance; the worst gradients first."""
         found = [p for p in self.parameters if not max(p.gradient, p.weight) < TOLERANCE]
         return sorted(found, key=lambda p: -p.gradient)
 
@@ -48,21 +48,19 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: `parameters` are those that differ."""
-        return {
+        found = {
             "same": self.same,
             "tolerance": TOLERANCE,
             "mesh": self.mesh,
             "steps": self.steps,
-            "loss": _json_number(self.loss),
-            "grad_norm": _json_number(self.grad_norm),
-            "gradients": _json_number(self.worst("gradient")[0]),
-            "weights": _json_number(self.worst("weight")[0]),
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "gradients": self.worst("gradient")[0],
+            "weights": self.worst("weight")[0],
             "place": self.place,
-            "parameters": [
-                asdict(p) | {"gradient": _json_number(p.gradient), "weight": _json_number(p.weight)}
-                for p in self.differing
-            ],
+            "parameters": [finite(asdict(p)) for p in self.differing],
         }
+        return finite(found)
 
     def __str__(self) -> str:
         if not self.parameters:
@@ -95,6 +93,6 @@ class Report:
         return lines
 
 
-def _json_number(value: float) -> float | None:
-    """JSON has no infinity."""
-    return value if math.isfinite(value) else None
+def finite(found: dict[str, Any]) -> dict[str, Any]:
+    """JSON has neither infinity nor NaN: None stands for them."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
