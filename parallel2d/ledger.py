@@ -5,7 +5,7 @@ rank sends (n-1)/n of it for a gather or a reduce-scatter, and twice that for an
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -125,6 +125,7 @@ class Step:
     compute: torch.dtype
     reduce: torch.dtype
     activation_checkpoint: str
+    _: KW_ONLY
     reshard_after_forward: Reshard = "auto"
     gradient_sync: GradientSync = "every"
     output: torch.dtype | None = None

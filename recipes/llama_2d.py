@@ -210,10 +210,10 @@ def expected_ledger(config: Recipe, model: Llama, mesh: DeviceMesh) -> Ledger:
         compute,
         reduce,
         config.activation_checkpoint,
-        config.fsdp.reshard_after_forward,
-        config.fsdp.gradient_sync,
-        config.precision.output_dtype(),
-        config.compile,
+        reshard_after_forward=config.fsdp.reshard_after_forward,
+        gradient_sync=config.fsdp.gradient_sync,
+        output=config.precision.output_dtype(),
+        compile=config.compile,
     )
     return expected_step(model, list(model.blocks), mesh, step)
 

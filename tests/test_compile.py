@@ -45,7 +45,7 @@ def curve(shape: MeshShape, mode: str, compile: bool) -> tuple[list[float], int]
         steps = [train_step(model, [batch], optimizer, vocab, mesh, 1.0) for _ in range(2)]
         with Observer(mesh) as observer:
             steps.append(train_step(model, [batch], optimizer, vocab, mesh, 1.0))
-        step = Step(len(mine), 12, 24, 1, torch.float64, torch.float64, mode, compile)
+        step = Step(len(mine), 12, 24, 1, torch.float64, torch.float64, mode, compile=compile)
         assert dict(observer.ledger) == dict(expected_step(model, units, mesh, step))
         shorter = (mine[:, :-3], mine[:, 3:])
         validations = [evaluate(model, [b], vocab, mesh) for b in (batch, shorter)]
