@@ -9,13 +9,13 @@ TORCH  ?= $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 train: $(VENV)/installed
 	$(BIN)/torchrun recipes/llama_2d.py --dp 4 --tp 2
 
-test: $(VENV)/installed
+test: $(VENV)/tools
 	$(BIN)/pytest -m "not slow"
 
-test-slow: $(VENV)/installed
+test-slow: $(VENV)/tools
 	$(BIN)/pytest -m slow
 
-lint: $(VENV)/installed
+lint: $(VENV)/tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -24,6 +24,10 @@ lint: $(VENV)/installed
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/tools: $(VENV)/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
