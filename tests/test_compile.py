@@ -63,6 +63,7 @@ def worst_error(shape: MeshShape, mode: str) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(ours, reference, strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_equals_eager_on_one_process():
     assert worst_error(MeshShape(), "none") < 1e-7
 

@@ -102,4 +102,4 @@ def test_the_recipe_names_a_mistake_before_it_starts(tmp_path):
     out = tmp_path / "run"
     outcome = run_recipe(1, "--freeze", '["*", "!hed*"]', "--out", str(out))[0]
     assert outcome.exitcode == 2 and outcome.stdout == "" and not out.exists()
-    assert "freeze: '!hed*' matches no parameter (nearest: head.weight" in outcome.stderr
+    assert "freeze: '!hed*' matches no parameter (nearest: head, head.weight" in outcome.stderr

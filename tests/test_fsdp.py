@@ -29,14 +29,25 @@ POLICIES = [
 ]
 
 
-def test_policies_and_modes_of_accumulation_change_no_number():
-    alone = curves(MeshShape(), Case())[0]
-    cases = [*SYNCS, *(Case(policy) for policy in POLICIES)]
-    for shape in (MeshShape(1, 2, 2), MeshShape(2, 2, 2)):
-        # Replicas have nothing to do with when weights are gathered.
-        for ours in curves(shape, *(cases if shape.dp_replicate == 1 else SYNCS)):
-            assert_same(ours, alone)
-    assert_same(curves(MeshShape(1, 4, 1), Case(FsdpPolicy(2)))[0], alone)
+@pytest.fixture(scope="module")
+def alone():
+    return curves(MeshShape(), Case())[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "cases"),
+    [
+        (MeshShape(1, 2, 2), [Case(policy) for policy in POLICIES]),
+        (MeshShape(1, 4, 1), [Case(FsdpPolicy(2))]),
+        (MeshShape(2, 2, 2), SYNCS[1:]),
+        pytest.param(MeshShape(1, 2, 2), SYNCS, marks=pytest.mark.slow),
+        pytest.param(MeshShape(2, 2, 2), SYNCS[:1], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_policies_and_modes_of_accumulation_change_no_number(alone, shape, cases):
+    for ours in curves(shape, *cases):
+        assert_same(ours, alone)
 
 
 def held_after_forward(choice: str | int) -> tuple[list[str], list[str]]:

@@ -89,6 +89,7 @@ def test_five_layers(shape):
     check(shape, Case(layers=5), Case(layers=5, relative=True))
 
 
+@pytest.mark.slow
 def test_what_each_mode_of_accumulation_saves():
     """Five layers and the root reduce; twice, once, or once over the replicas only."""
     syncs = ("every", "last", "replicas_last")
