@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from .parts import Embedding, Linear, indivisible, rowless
+from .parts import Embedding, Linear, indivisible, negative, not_positive, residual_std, rowless
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,8 @@ class GPT2Config:
 
     def problems(self, tp: int) -> list[str]:
         """What this shape has against itself and against tp; empty if nothing."""
-        found = [
-            f"model.{name} {size} is not positive"
-            for name in ("vocab_size", "width", "num_layers", "num_heads", "ffn_width", "max_positions")
-            if (size := getattr(self, name)) < 1
-        ]
-        found += [
-            f"model.{name} {value} is negative"
-            for name in ("init_std", "norm_eps")
-            if (value := getattr(self, name)) < 0
-        ]
+        sizes = ("vocab_size", "width", "num_layers", "num_heads", "ffn_width", "max_positions")
+        found = not_positive("model", self, *sizes) + negative("model", self, "init_std", "norm_eps")
         found += [
             f"model.{name} {rate} is not in [0, 1)"
             for name in ("embedding_dropout", "residual_dropout", "attention_dropout")
@@ -104,7 +96,8 @@ class Attention(nn.Module):
         self.k = Linear(config.width, config.width, config.init_std, bias=True)
         self.v = Linear(config.width, config.width, config.init_std, bias=True)
         self.mix = CausalMix(config.attention_dropout)
-        self.o = Linear(config.width, config.width, residual_std(config), bias=True)
+        added_std = residual_std(config.init_std, config.num_layers)
+        self.o = Linear(config.width, config.width, added_std, bias=True)
         self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,7 +114,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.up = Linear(config.width, config.ffn_width, config.init_std, bias=True)
-        self.down = Linear(config.ffn_width, config.width, residual_std(config), bias=True)
+        added_std = residual_std(config.init_std, config.num_layers)
+        self.down = Linear(config.ffn_width, config.width, added_std, bias=True)
         self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -206,8 +200,3 @@ class GPT2(nn.Module):
         per_layer = 4 * c.width**2 + 2 * c.width * c.ffn_width
         matmul_weights = c.num_layers * per_layer + c.width * c.vocab_size
         return 6 * matmul_weights + 12 * c.num_layers * c.width * seq_len
-
-
-def residual_std(config: GPT2Config) -> float:
-    """Initial standard deviation of what adds to the residual stream, two terms per layer."""
-    return config.init_std / (2 * config.num_layers) ** 0.5

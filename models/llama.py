@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from .parts import Embedding, Linear, indivisible, rowless
+from .parts import Embedding, Linear, indivisible, negative, not_positive, residual_std, rowless
 from .rope import RopeScaling, rotary_table, rotate
 
 
@@ -66,17 +66,9 @@ class LlamaConfig:
 
     def problems(self, tp: int) -> list[str]:
         """What this shape has against itself and against tp; empty if nothing."""
-        found = [
-            f"model.{name} {size} is not positive"
-            for name in ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "ffn_width")
-            if (size := getattr(self, name)) < 1
-        ]
-        found += [] if self.rope_theta > 0 else [f"model.rope_theta {self.rope_theta} is not positive"]
-        found += [
-            f"model.{name} {value} is negative or no number"
-            for name in ("head_dim", "init_std", "norm_eps", "sliding_window")
-            if not (value := getattr(self, name)) >= 0
-        ]
+        sizes = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "ffn_width")
+        found = not_positive("model", self, *sizes, "rope_theta")
+        found += negative("model", self, "head_dim", "init_std", "norm_eps", "sliding_window")
         found += self.rope_scaling.problems()
         if found:
             return found
@@ -134,7 +126,8 @@ class Attention(nn.Module):
         self.q = Linear(config.width, queries, config.init_std, config.qkv_bias)
         self.k = Linear(config.width, keys, config.init_std, config.qkv_bias)
         self.v = Linear(config.width, keys, config.init_std, config.qkv_bias)
-        self.o = Linear(queries, config.width, residual_std(config), config.o_bias)
+        added_std = residual_std(config.init_std, config.num_layers)
+        self.o = Linear(queries, config.width, added_std, config.o_bias)
         self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
@@ -156,7 +149,8 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gate = Linear(config.width, config.ffn_width, config.init_std, config.ffn_bias)
         self.up = Linear(config.width, config.ffn_width, config.init_std, config.ffn_bias)
-        self.down = Linear(config.ffn_width, config.width, residual_std(config), config.ffn_bias)
+        added_std = residual_std(config.init_std, config.num_layers)
+        self.down = Linear(config.ffn_width, config.width, added_std, config.ffn_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         # (b, s, d) -> (b, s, f/tp) -> (b, s/tp, d)
@@ -232,11 +226,6 @@ class Llama(nn.Module):
         matmul_weights = c.num_layers * per_layer + c.width * c.vocab_size
         seen = min(seq_len, c.sliding_window or seq_len)
         return 6 * matmul_weights + 12 * c.num_layers * c.num_heads * c.key_width * seen
-
-
-def residual_std(config: LlamaConfig) -> float:
-    """Initial standard deviation of what adds to the residual stream, two terms per layer."""
-    return config.init_std / (2 * config.num_layers) ** 0.5
 
 
 def positions(seq_len: int, config: LlamaConfig, device: torch.device) -> Positions:

@@ -27,6 +27,24 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.std)
 
 
+def not_positive(section: str, config: object, *names: str) -> list[str]:
+    """A line for each of these that is zero, less, or no number."""
+    return [
+        f"{section}.{name} {value} is not positive"
+        for name in names
+        if not (value := getattr(config, name)) > 0
+    ]
+
+
+def negative(section: str, config: object, *names: str) -> list[str]:
+    """A line for each of these that is below zero, or no number."""
+    return [
+        f"{section}.{name} {value} is negative or no number"
+        for name in names
+        if not (value := getattr(config, name)) >= 0
+    ]
+
+
 def indivisible(config: object, tp: int, *names: str) -> list[str]:
     """A line for each of these sizes that tp does not divide, with the tps that do."""
     found = []
@@ -45,3 +63,8 @@ def rowless(config: object, tp: int, *names: str) -> list[str]:
         for name in names
         if -(-(rows := getattr(config, name)) // tp) * (tp - 1) >= rows
     ]
+
+
+def residual_std(init_std: float, num_layers: int) -> float:
+    """Initial standard deviation of what adds to the residual stream, two terms per layer."""
+    return init_std / (2 * num_layers) ** 0.5

@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .parts import not_positive
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -27,11 +29,8 @@ class RopeScaling:
     original_context: int = 8192
 
     def problems(self) -> list[str]:
-        found = [
-            f"model.rope_scaling.{name} {value} is not positive"
-            for name in ("factor", "low_freq_factor", "original_context")
-            if (value := getattr(self, name)) <= 0
-        ]
+        positive = ("factor", "low_freq_factor", "original_context")
+        found = not_positive("model.rope_scaling", self, *positive)
         if self.kind == "none" and self != RopeScaling():
             found.append("model.rope_scaling has values but kind none: use kind linear or llama3")
         if self.high_freq_factor <= self.low_freq_factor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel2d import launch
 from parallel2d.checkpoint.hf import load_hf, read_config
@@ -31,7 +31,7 @@ from parallel2d.parallelize import parallelize
 from parallel2d.verify.compare import verify
 from parallel2d.verify.hf import ask_transformers, compare, read_expected
 from parallel2d.verify.report import finite
-from parallel2d.verify.trial import Model, Trial, random_targets
+from parallel2d.verify.trial import Model, Trial, make_template, random_targets
 
 _TIMEOUT_S = 600.0
 
@@ -141,7 +141,7 @@ def _configured(arguments: argparse.Namespace, rest: list[str]) -> tuple[Trial, 
         return model, model.tp_plan(), list(model.blocks)
 
     trial = Trial(
-        make,
+        make_template(make),
         [corpus.train_batch(range(first, first + data.global_batch)) for first in firsts],
         options={
             "activation_checkpoint": config.activation_checkpoint,
@@ -165,10 +165,10 @@ def _own(arguments: argparse.Namespace, rest: list[str]) -> tuple[Trial, MeshSha
         )
     if not arguments.batch:
         raise UserError("your own model needs --batch, for example --batch tokens:8,32,256")
-    make = _import(rest[0])
-    batches = [_batch(arguments.batch, step, make) for step in range(arguments.steps)]
+    template = make_template(_import(rest[0]))
+    batches = [_batch(arguments.batch, step, template[0]) for step in range(arguments.steps)]
     shape = _mesh(*_given_mesh(arguments), lambda _: [])
-    return Trial(make, batches, options={}), shape
+    return Trial(template, batches, options={}), shape
 
 
 def _verify_hf(arguments: argparse.Namespace, rest: list[str]) -> bool:
@@ -234,13 +234,13 @@ def _import(name: str) -> Callable[..., Any]:
     return found
 
 
-def _batch(spec: str, step: int, make: Callable[[], Model]) -> tuple[Tensor, Tensor]:
+def _batch(spec: str, step: int, model: nn.Module) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a step, by specification or by the user's callable."""
     kind, _, sizes = spec.partition(":")
     made = _drawn(spec, kind, sizes, step) if kind in ("tokens", "floats") else _import(spec)(step)
     inputs, targets = made if isinstance(made, tuple) else (made, None)
     inputs = inputs.double() if inputs.is_floating_point() else inputs
-    return inputs, random_targets(make, inputs, step) if targets is None else targets
+    return inputs, random_targets(model, inputs, step) if targets is None else targets
 
 
 def _drawn(spec: str, kind: str, sizes: str, step: int) -> Tensor | tuple[Tensor, Tensor]:

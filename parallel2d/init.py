@@ -4,12 +4,11 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from parallel2d.errors import UserError
 from parallel2d.seeds import seed_of
-from parallel2d.shards import local_box
-from parallel2d.ties import find_ties, restore_ties
+from parallel2d.shards import local_block
+from parallel2d.ties import to_empty
 
 
 def init_weights(model: nn.Module, device: torch.device, seed: int, *, offload: bool = False) -> None:
@@ -23,9 +22,7 @@ def init_weights(model: nn.Module, device: torch.device, seed: int, *, offload: 
     No communication.
     """
     _require_reset_parameters(model)
-    ties = find_ties(model)
-    model.to_empty(device="cpu" if offload else device)
-    restore_ties(ties)
+    to_empty(model, "cpu" if offload else device)
     done: set[nn.Parameter] = set()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
@@ -80,7 +77,5 @@ def _reset(name_of_module: str, module: nn.Module, device: torch.device, done: s
 
 
 def _copy_slice(parameter: nn.Parameter, whole: Tensor) -> None:
-    if isinstance(parameter, DTensor):
-        parameter.to_local().copy_(local_box(parameter).cut(whole))
-    else:
-        parameter.copy_(whole)
+    local, box = local_block(parameter)
+    local.copy_(box.cut(whole))

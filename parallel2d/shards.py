@@ -74,6 +74,13 @@ def local_box(tensor: DTensor) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
+def local_block(tensor: Tensor) -> tuple[Tensor, Box]:
+    """What this rank holds of a tensor, and where that lies in it; of a plain one all. No communication."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local(), local_box(tensor)
+    return tensor, Box((0,) * tensor.ndim, tuple(tensor.shape))
+
+
 def tp_shape(tensor: Tensor) -> tuple[int, ...]:
     """Shape of this rank's tp share, before dp_shard splits it: what FSDP gathers."""
     sizes = list(tensor.shape)

@@ -1,5 +1,6 @@
 """Tied parameters: one and the same in several modules. torch replaces each occurrence on its own."""
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -33,3 +34,10 @@ def restore_ties(ties: list[Tie]) -> None:
                     f"not {first.placements} and {other.placements}"
                 )
             module._parameters[name] = first
+
+
+def to_empty(model: nn.Module, device: torch.device | str) -> None:
+    """nn.Module.to_empty, after which tied parameters are still tied."""
+    ties = find_ties(model)
+    model.to_empty(device=device)
+    restore_ties(ties)

@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from parallel2d.models.gpt2 import GPT2, GPT2Config
@@ -13,13 +12,12 @@ from parallel2d.models.llama import Llama, LlamaConfig
 from parallel2d.models.rope import RopeScaling
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-from parallel2d import MeshShape, build_mesh, gradient_norm, launch, parallelize
+from parallel2d import MeshShape, build_mesh, launch, parallelize
 from parallel2d.checkpoint.hf import load_hf, read_config, save_hf
 from parallel2d.fsdp import inference
-from parallel2d.loss import VocabShard, cross_entropy_sum, gather_vocab
-from parallel2d.mesh import dp_rank, dp_size, sum_over_dp
+from parallel2d.loss import VocabShard, gather_vocab
+from parallel2d.verify.hf import compare, read_expected
 from tests.ranks import ROOT, run_ranks
 
 ORACLES = ROOT.parent / "shared" / "oracles"
@@ -48,23 +46,8 @@ def open_model(folder: Path, mesh: Any) -> nn.Module:
 
 def numbers(folder: Path, model: nn.Module, mesh: Any) -> tuple[float, float, float]:
     """Largest absolute error of the logits, relative errors of loss and gradient norm."""
-    expected = np.load(folder / "expected.npz")
-    share, tp = slice(dp_rank(mesh), None, dp_size(mesh)), mesh["tp"].size()
-    ids = torch.from_numpy(expected["input_ids"])[share]
-    length = ids.shape[1]
-    vocab = VocabShard.of(model.config.vocab_size, mesh["tp"])
-    # Padding lies on the right, where causal attention does not see it, and its targets count nothing.
-    logits = model(pad(ids, (0, -length % tp)))
-    targets = pad(ids[:, 1:], (0, 1 + -length % tp), value=-100)
-    loss = cross_entropy_sum(logits, targets, vocab) / (expected["input_ids"].size - 2)
-    (loss * dp_size(mesh)).backward()
-    total = sum_over_dp(loss.detach().double(), mesh).item()
-    whole = gather_vocab(logits.detach(), vocab)[:, :length]
-    return (
-        (whole - torch.from_numpy(expected["logits"])[share]).abs().max().item(),
-        abs(total / expected["loss"] - 1),
-        abs(gradient_norm(model.parameters()).item() / expected["grad_norm"] - 1),
-    )
+    found = compare(model, model.config.vocab_size, read_expected(folder / "expected.npz"), mesh)
+    return found["logits_max_abs_err"], found["loss_rel_err"], found["grad_norm_rel_err"]
 
 
 def errors(shape: MeshShape, folders: list[Path], out: Path) -> dict[str, tuple[float, ...]]:

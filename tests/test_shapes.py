@@ -15,7 +15,7 @@ from torch import nn
 from parallel2d import MeshShape, build_mesh, launch
 from parallel2d.verify.compare import verify
 from parallel2d.verify.report import Report
-from parallel2d.verify.trial import Model, Trial
+from parallel2d.verify.trial import Model, Trial, make_template
 from tests.ranks import run_ranks
 
 # 8 heads of 6, 56 features: what dp splits, 2 or 4 need not divide.
@@ -78,7 +78,12 @@ def reports(shape: MeshShape, names: list[str], steps: int, rows: int = 4) -> di
             ids, targets = ids[:, :-1], ids[:, 1:].clone()
             # Padding that falls unevenly on ranks and micro-batches: one sequence has two real tokens.
             targets[0, 2:] = targets[-1, ::2] = -100
-            trial = Trial(functools.partial(make, name), [(ids, targets)] * steps, options={}, micro_batch=1)
+            trial = Trial(
+                make_template(functools.partial(make, name)),
+                [(ids, targets)] * steps,
+                options={},
+                micro_batch=1,
+            )
             found[name] = verify(trial, mesh, str(shape))
     return found
 

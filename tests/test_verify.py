@@ -18,7 +18,7 @@ from parallel2d.local_weights import distribute, local
 from parallel2d.styles import Rowwise, Shard, Vocab
 from parallel2d.verify.compare import verify
 from parallel2d.verify.report import TOLERANCE, Report
-from parallel2d.verify.trial import Trial
+from parallel2d.verify.trial import Trial, make_template
 from tests.ranks import ROOT, run_ranks, try_ranks
 
 
@@ -110,7 +110,7 @@ def report_of(model_class: type[nn.Module], plan: dict, steps: int = 2) -> Repor
             for _ in range(steps)
         ]
         made: Callable = functools.partial(make, model_class, plan)
-        return verify(Trial(made, batches, options={}), build_mesh(shape, "cpu"), "2×2")
+        return verify(Trial(make_template(made), batches, options={}), build_mesh(shape, "cpu"), "2×2")
 
 
 NO_ATTENTION = {k: v for k, v in SEQUENCE.items() if "norm1" not in k}
@@ -206,7 +206,7 @@ def on_meta(plan: dict) -> Report:
     with launch.world(2, "cpu", 60):
         ids = torch.arange(24).view(4, 6)
         batches = [(ids, ids + 1), (ids, torch.full_like(ids, -100))]
-        trial = Trial(functools.partial(make_on_meta, plan), batches, options={})
+        trial = Trial(make_template(functools.partial(make_on_meta, plan)), batches, options={})
         return verify(trial, build_mesh(MeshShape(tp=2), "cpu"), "1×2")
 
 
@@ -277,6 +277,20 @@ def test_the_command_on_ones_own_module(name, status):
     found = json.loads(outcome.stdout)
     assert found["same"] == (status == 0) and found["steps"] == 1
     assert bool(found["parameters"]) == (status == 1)
+
+
+def test_replicas_reach_the_mesh():
+    mesh = ("--dp", "2", "--dp_replicate", "2", "--tp", "1")
+    outcome = try_ranks(2, command, "verify", "tests.test_verify:make_tiny", *OWN, *mesh)[0]
+    assert outcome.exitcode == 0, outcome.stderr
+    assert json.loads(outcome.stdout)["mesh"] == "2×1 (dp_replicate 2)"
+
+
+def test_a_second_file_wins_over_the_first(tmp_path):
+    (tmp_path / "more.yaml").write_text("data: {seq_len: 30}\ntp: 4\n")
+    files = ("--config", str(ROOT / "recipes" / "llama_2d.yaml"), "--config", str(tmp_path / "more.yaml"))
+    outcome = try_ranks(1, command, "verify", *files)[0]
+    assert outcome.exitcode == 2 and "data.seq_len 30 is not divisible by tp 4" in outcome.stderr
 
 
 def test_the_command_on_a_recipe():

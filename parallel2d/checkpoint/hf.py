@@ -14,14 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from parallel2d.checkpoint.hf_files import StoredTensors, open_folder, read_config, write_folder
 from parallel2d.collectives import gather_whole
 from parallel2d.errors import UserError
 from parallel2d.fsdp import reshard
-from parallel2d.shards import Box, local_box
-from parallel2d.ties import find_ties, restore_ties
+from parallel2d.shards import local_block
+from parallel2d.ties import to_empty
 
 __all__ = ["load_hf", "read_config", "save_hf"]
 
@@ -55,9 +54,7 @@ def load_hf(folder: Path, model: nn.Module, names: Names, device: torch.device) 
         names = _as_stored(names, stored)
         _check(folder, model, names, stored)
         if any(parameter.is_meta for parameter in model.parameters()):
-            ties = find_ties(model)
-            model.to_empty(device=device)
-            restore_ties(ties)
+            to_empty(model, device)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 _fill(parameter, names[name], stored)
@@ -129,10 +126,7 @@ def _equal(one: str, other: str, stored: StoredTensors, rows: int = 1024) -> boo
 def _fill(parameter: nn.Parameter, place: Place, stored: StoredTensors) -> None:
     """Read this rank's block of a parameter. No communication."""
     tensor, transpose, part, _ = place
-    if isinstance(parameter, DTensor):
-        box, local = local_box(parameter), parameter.to_local()
-    else:
-        box, local = Box((0,) * parameter.ndim, tuple(parameter.shape)), parameter
+    local, box = local_block(parameter)
     if not local.numel():
         return
     offsets = (box.offsets[0] + part * parameter.shape[0], *box.offsets[1:])

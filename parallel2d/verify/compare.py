@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from parallel2d.data import rows_of_rank
 from parallel2d.errors import UserError
@@ -24,17 +23,15 @@ from parallel2d.fsdp import inference
 from parallel2d.loss import IGNORE_INDEX, VocabShard
 from parallel2d.mesh import dp_rank, dp_size
 from parallel2d.optim import build_optimizer
-from parallel2d.shards import local_box
+from parallel2d.shards import local_block
 from parallel2d.step import train_step
 from parallel2d.tensor_parallel import Plan, entry_of
 from parallel2d.verify.locate import Recorder, first_wrong_gradient, first_wrong_output
-from parallel2d.verify.report import TOLERANCE, Difference, Report
+from parallel2d.verify.report import TOLERANCE, Difference, Report, relative_error
 from parallel2d.verify.trial import (
     Batch,
-    Model,
     Trial,
     alone_on_this_process,
-    make_template,
     on_mesh,
     require_classes,
 )
@@ -65,9 +62,8 @@ def verify(trial: Trial, mesh: DeviceMesh, name: str) -> Report:
     """
     # torch warns of outputs that are views, which somebody might change in place: here nobody does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    template = make_template(trial.make)
-    alone = _run_alone(trial, template) if dist.get_rank() == 0 else None
-    model, plan = on_mesh(trial, template, mesh)
+    alone = _run_alone(trial) if dist.get_rank() == 0 else None
+    model, plan = on_mesh(trial, mesh)
     with Recorder(model) as recorder:
         try:
             report = _compare(trial, model, plan, mesh, alone, name)
@@ -79,7 +75,7 @@ def verify(trial: Trial, mesh: DeviceMesh, name: str) -> Report:
             return Report(name, 0, math.inf, math.inf, [], where)
     if report.same:
         return report
-    return replace(report, place=_place(trial, template, report, mesh))
+    return replace(report, place=_place(trial, report, mesh))
 
 
 def _require_that_all_failed(error: Exception) -> None:
@@ -90,12 +86,12 @@ def _require_that_all_failed(error: Exception) -> None:
         raise error from None
 
 
-def _place(trial: Trial, template: Model, report: Report, mesh: DeviceMesh) -> str:
+def _place(trial: Trial, report: Report, mesh: DeviceMesh) -> str:
     """Which module or gradient is wrong first, as far as the runs can tell."""
-    reference = alone_on_this_process(trial, template)
+    reference = alone_on_this_process(trial)
     for tensor in (*reference.parameters(), *reference.buffers()):
         dist.broadcast(tensor.detach(), src=0)
-    model, plan = on_mesh(trial, template, mesh)
+    model, plan = on_mesh(trial, mesh)
     wrong_output = first_wrong_output(model, reference, _rows(trial.batches[0][0], mesh), mesh["tp"])
     if wrong_output is not None:
         right, wrong = wrong_output
@@ -121,8 +117,8 @@ def _named(module: str, plan: Plan) -> str:
     return f"{module or 'the model itself'} ({entry_of(plan, module)})"
 
 
-def _run_alone(trial: Trial, template: Model) -> _Numbers:
-    model = alone_on_this_process(trial, template)
+def _run_alone(trial: Trial) -> _Numbers:
+    model = alone_on_this_process(trial)
     optimizer = build_optimizer(model, *trial.optimizer)
     numbers = _Numbers([], [], {}, {}, classes=0)
     for inputs, targets in trial.batches:
@@ -130,10 +126,11 @@ def _run_alone(trial: Trial, template: Model) -> _Numbers:
         numbers.classes = logits.shape[-1]
         require_classes(targets, numbers.classes)
         counted = (targets != IGNORE_INDEX).sum().clamp(min=1)
-        loss = F.cross_entropy(
+        loss_sum = F.cross_entropy(
             logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
         )
-        (loss / counted).backward()
+        loss = loss_sum / counted
+        loss.backward()
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.get_total_norm(gradients.values())
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), trial.max_norm, norm)
@@ -141,7 +138,7 @@ def _run_alone(trial: Trial, template: Model) -> _Numbers:
             numbers.gradients = {n: g.clone() for n, g in gradients.items()}
         optimizer.step()
         optimizer.zero_grad()
-        numbers.losses.append((loss / counted).item())
+        numbers.losses.append(loss.item())
         numbers.norms.append(norm.item())
     numbers.weights = {n: p.detach() for n, p in model.named_parameters()}
     return numbers
@@ -169,20 +166,15 @@ def _compare(
     for batch, loss, norm in zip(trial.batches, losses, norms, strict=True):
         parts = _parts(batch, trial.micro_batch, mesh)
         stats = train_step(model, parts, optimizer, vocab, mesh, trial.max_norm, trial.gradient_sync)
-        loss_error = max(loss_error, _relative(stats.loss, loss))
-        norm_error = max(norm_error, _relative(stats.grad_norm, norm))
+        loss_error = max(loss_error, relative_error(stats.loss, loss))
+        norm_error = max(norm_error, relative_error(stats.grad_norm, norm))
     # AdamW makes whole updates of a gradient that is nothing but rounding, zero in mathematics.
     ours = {n: p.detach() for n, p in model.named_parameters() if n not in rounding}
     weights = _errors(ours, shapes, alone.weights if alone else None, floor=1e-2)
     found = [
         Difference(n, entry_of(plan, _owner(n)), gradients.get(n, 0.0), weights.get(n, 0.0)) for n in shapes
     ]
-    return Report(name, len(losses), loss_error, norm_error, found, place="")
-
-
-def _relative(ours: float, theirs: float) -> float:
-    error = abs(ours - theirs) / max(abs(theirs), 1e-30)
-    return error if math.isfinite(error) else math.inf
+    return Report(name, len(losses), loss_error, norm_error, found)
 
 
 def _vocab_of_output(model: nn.Module, inputs: Tensor, classes: int, mesh: DeviceMesh) -> VocabShard:
@@ -231,14 +223,9 @@ def _errors(
     for i, (name, tensor) in enumerate(ours.items()):
         whole = reference[name].contiguous() if reference else torch.empty(shapes[name], dtype=torch.float64)
         dist.broadcast(whole, src=0)
-        if tensor is None:
-            mine, block = torch.zeros_like(whole), whole
-        elif isinstance(tensor, DTensor):
-            mine, block = tensor.to_local(), local_box(tensor).cut(whole)
-        else:
-            mine, block = tensor, whole
-        if block.numel():
-            errors[i] = (mine - block).abs().max().nan_to_num(nan=math.inf, posinf=math.inf)
+        mine, box = local_block(torch.zeros_like(whole) if tensor is None else tensor)
+        if mine.numel():
+            errors[i] = (mine - box.cut(whole)).abs().max().nan_to_num(nan=math.inf, posinf=math.inf)
         scales[i] = whole.abs().max()
     dist.all_reduce(errors, op=dist.ReduceOp.MAX)
     relative = errors / scales.clamp(min=max(floor * scales.max().item(), 1e-30))

@@ -19,10 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel2d.data import rows_of_rank
 from parallel2d.errors import UserError
 from parallel2d.loss import IGNORE_INDEX, VocabShard, cross_entropy_sum
 from parallel2d.mesh import dp_rank, dp_size, sum_over_dp
 from parallel2d.optim import gradient_norm
+from parallel2d.verify.report import relative_error
 
 # float32 in another order of sums; logits relative to the largest, where that is above 1.
 LOGITS_TOLERANCE, SCALAR_TOLERANCE = 1e-4, 1e-5
@@ -114,13 +116,16 @@ def compare(model: nn.Module, vocab_size: int, expected: Expected, mesh: DeviceM
     Rows are padded to a multiple of dp and positions to one of tp; causal attention keeps the padding
     out of sight and the loss does not count it. Besides what the model issues: a few small all-reduces.
     """
-    ids, targets = _padded(expected.ids, dp_size(mesh), mesh["tp"].size())
-    rows = len(ids) // dp_size(mesh)
-    mine = slice(dp_rank(mesh) * rows, (dp_rank(mesh) + 1) * rows)
+    longer = (0, expected.padded_length(mesh["tp"].size()) - expected.ids.shape[1])
+    whole = F.pad(F.pad(expected.ids[:, 1:], (0, 1), value=IGNORE_INDEX), longer, value=IGNORE_INDEX)
+    tokens = int((whole != IGNORE_INDEX).sum())
+    place = (dp_rank(mesh), dp_size(mesh))
+    ids = rows_of_rank(F.pad(expected.ids, longer), *place)
+    targets = rows_of_rank(whole, *place, IGNORE_INDEX)
+    mine = slice(dp_rank(mesh) * len(ids), (dp_rank(mesh) + 1) * len(ids))
     vocab = VocabShard.of(vocab_size, mesh["tp"])
-    tokens = int((targets != IGNORE_INDEX).sum())
-    logits = model(ids[mine])
-    loss = cross_entropy_sum(logits, targets[mine], vocab)
+    logits = model(ids)
+    loss = cross_entropy_sum(logits, targets, vocab)
     (loss * (dp_size(mesh) / tokens)).backward()
     mean_loss = float(sum_over_dp(loss.detach().double(), mesh)) / tokens
     found = {
@@ -131,13 +136,6 @@ def compare(model: nn.Module, vocab_size: int, expected: Expected, mesh: DeviceM
         "grad_norm_rel_err": _relative(norm, expected.grad_norm),
     }
     return {"same": _is_same(found, expected), **found}
-
-
-def _padded(ids: Tensor, dp: int, tp: int) -> tuple[Tensor, Tensor]:
-    """Ids and next-token targets, with rows and positions added that count nothing."""
-    targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
-    more = (0, -ids.shape[1] % tp, 0, -ids.shape[0] % dp)
-    return F.pad(ids, more), F.pad(targets, more, value=IGNORE_INDEX)
 
 
 def _largest_error(logits: Tensor, expected: Expected, mine: slice, vocab: VocabShard) -> float | None:
@@ -154,7 +152,7 @@ def _largest_error(logits: Tensor, expected: Expected, mine: slice, vocab: Vocab
 
 
 def _relative(ours: float, theirs: float | None) -> float | None:
-    return None if theirs is None else abs(ours - theirs) / abs(theirs)
+    return None if theirs is None else relative_error(ours, theirs)
 
 
 def _is_same(found: dict[str, Any], expected: Expected) -> bool:

@@ -96,3 +96,9 @@ class Report:
 def finite(found: dict[str, Any]) -> dict[str, Any]:
     """JSON has neither infinity nor NaN: None stands for them."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
+
+
+def relative_error(ours: float, theirs: float) -> float:
+    """|ours - theirs| / |theirs|; infinity where either is not a number, which would compare as smaller."""
+    error = abs(ours - theirs) / max(abs(theirs), 1e-30)
+    return error if math.isfinite(error) else math.inf

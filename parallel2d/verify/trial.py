@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallel2d.errors import UserError
@@ -17,7 +16,7 @@ from parallel2d.init import init_weights
 from parallel2d.loss import IGNORE_INDEX
 from parallel2d.parallelize import parallelize
 from parallel2d.seeds import seed_of
-from parallel2d.shards import local_box
+from parallel2d.shards import local_block
 from parallel2d.tensor_parallel import Plan
 
 _FLOAT64 = Precision(torch.float64, torch.float64, torch.float64)
@@ -31,8 +30,8 @@ class Trial:
     """What is run twice.
 
     Args:
-        make: () -> (model, plan, units). A model on meta is initialised from seed, one with values
-            keeps rank 0's; either is slightly perturbed.
+        template: from `make_template`; copies of it run. A model on meta is initialised from seed, one
+            with values keeps rank 0's; either is slightly perturbed.
         batches: (inputs, targets) of each step, whole. Targets are classes of the output's last dim;
             -100 counts nothing.
         options: what else `parallelize` is given.
@@ -43,7 +42,7 @@ class Trial:
         seed: of initial weights and perturbation.
     """
 
-    make: Callable[[], Model]
+    template: Model
     batches: Sequence[Batch]
     options: Mapping[str, Any]
     micro_batch: int = 0
@@ -54,7 +53,7 @@ class Trial:
 
 
 def make_template(make: Callable[[], Model]) -> Model:
-    """Model, plan and units in float64, once: copies of it are what runs."""
+    """Model, plan and units in float64, checked; made once, because another call may draw other values."""
     made = make()
     if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
         raise UserError(f"the callable returns {type(made).__name__}, not (model, plan, units)")
@@ -71,8 +70,8 @@ def make_template(make: Callable[[], Model]) -> Model:
     return model, plan, list(units)
 
 
-def on_mesh(trial: Trial, template: Model, mesh: DeviceMesh) -> tuple[nn.Module, Plan]:
-    model, plan, units = copy.deepcopy(template)
+def on_mesh(trial: Trial, mesh: DeviceMesh) -> tuple[nn.Module, Plan]:
+    model, plan, units = copy.deepcopy(trial.template)
     on_meta = _is_on_meta(model)
     parallelize(model, mesh, plan=plan, units=units, precision=_FLOAT64, **trial.options)
     if on_meta:
@@ -81,8 +80,8 @@ def on_mesh(trial: Trial, template: Model, mesh: DeviceMesh) -> tuple[nn.Module,
     return model, plan
 
 
-def alone_on_this_process(trial: Trial, template: Model) -> nn.Module:
-    model, _, _ = copy.deepcopy(template)
+def alone_on_this_process(trial: Trial) -> nn.Module:
+    model, _, _ = copy.deepcopy(trial.template)
     if _is_on_meta(model):
         init_weights(model, torch.device("cpu"), trial.seed)
     _perturb(model, trial.seed)
@@ -99,16 +98,13 @@ def _perturb(model: nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(seed_of(seed, "noise", name))
         noise = 0.02 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        if isinstance(parameter, DTensor):
-            parameter.to_local().add_(local_box(parameter).cut(noise))
-        else:
-            parameter.add_(noise)
+        local, box = local_block(parameter)
+        local.add_(box.cut(noise))
 
 
 @torch.no_grad()
-def random_targets(make: Callable[[], Model], inputs: Tensor, seed: int) -> Tensor:
+def random_targets(model: nn.Module, inputs: Tensor, seed: int) -> Tensor:
     """For a batch without targets: random classes of the output's last dim show a wrong plan as well."""
-    model, _, _ = make_template(make)
     output = model(inputs.to(next(model.parameters()).device))
     if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[-1] < 2:
         told = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
