@@ -32,6 +32,20 @@ class Box:
             whole = whole.narrow(dim, offset, size)
         return whole
 
+    def intersection(self, other: "Box") -> "Box | None":
+        """What two blocks of one tensor have in common, None if nothing."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        stops = [
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        ]
+        sizes = tuple(stop - offset for stop, offset in zip(stops, offsets, strict=True))
+        return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+    def within(self, outer: "Box") -> "Box":
+        """The same block, with its place counted from the beginning of `outer`, which contains it."""
+        return Box(tuple(o - p for o, p in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+
 
 @dataclass(frozen=True)
 class Split:
