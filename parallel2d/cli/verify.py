@@ -1,4 +1,4 @@
-"""`parallel2d …` on the command line. The only room besides the recipes that sees a whole configuration."""
+"""`parallel2d verify`: a recipe's configuration, a Hugging Face folder, or one's own model."""
 
 import argparse
 import importlib
@@ -36,21 +36,8 @@ from parallel2d.verify.trial import Model, Trial, make_template, random_targets
 _TIMEOUT_S = 600.0
 
 
-def main() -> None:
-    """The console script."""
-    launch.run(_main)
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser(prog="parallel2d", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
-    _add_verify(commands)
-    arguments, rest = parser.parse_known_args()
-    same = _verify(arguments, rest)
-    sys.exit(0 if same else 1)
-
-
-def _add_verify(commands: Any) -> None:
+def add_verify(commands: Any) -> None:
+    """Add the command to argparse's subparsers; its `run` takes the arguments and what they left."""
     parser = commands.add_parser(
         "verify",
         allow_abbrev=False,
@@ -78,6 +65,7 @@ def _add_verify(commands: Any) -> None:
     parser.add_argument("--dp_replicate", type=int, help="replicas among the dp ranks (default: likewise)")
     parser.add_argument("--steps", type=int, help="optimizer updates (default 3; not for --hf)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run=_verify)
 
 
 def _verify(arguments: argparse.Namespace, rest: list[str]) -> bool:
