@@ -162,17 +162,36 @@ class CheckpointConfig:
 
     Args:
         every: updates between checkpoints; the last update is always saved. 0: only the last.
+        async_: (written `async`) copy what is to be saved, and write the copy while training goes on.
         keep: how many of the newest stay; 0 keeps all.
-        resume: auto goes on at the newest checkpoint of --out, if there is one; never starts anew and
-            wants an --out without any; a path is a checkpoint or another run's folder.
+        keep_every: those at multiples of so many updates stay for good; 0: none.
+        keep_best: how many of the lowest validation loss stay besides.
+        resume: auto goes on at the newest intact checkpoint of --out, if there is one; never starts anew
+            and wants an --out without any; a path is a checkpoint or another run's folder.
+        partial: with a path, take the weights that fit, say what is left, and start at step 0.
     """
 
     every: int = 100
+    async_: bool = True
     keep: int = 3
+    keep_every: int = 0
+    keep_best: int = 0
     resume: str = "auto"
+    partial: bool = False
 
-    def problems(self) -> list[str]:
-        return _below("checkpoint", self, 0, "every", "keep")
+    def problems(self, val_every: int) -> list[str]:
+        found = _below("checkpoint", self, 0, "every", "keep", "keep_every", "keep_best")
+        if self.partial and self.resume in ("auto", "never"):
+            found.append(
+                f"checkpoint.partial is for checkpoint.resume PATH, not for {self.resume}: a run goes on "
+                f"with all of its own checkpoint"
+            )
+        if self.keep_best and (not val_every or self.every % val_every):
+            found.append(
+                f"checkpoint.keep_best {self.keep_best} needs the validation loss of the saved weights: make "
+                f"checkpoint.every {self.every} a multiple of log.val_every {val_every}"
+            )
+        return found
 
 
 @dataclass(frozen=True)
@@ -242,7 +261,9 @@ class RunConfig:
         found += [f"timeout_s {self.timeout_s} is not positive"] if self.timeout_s <= 0 else []
         found += [] if 0 <= self.seed < 2**63 else [f"seed {self.seed} is not in [0, 2^63)"]
         found += self.data.problems(dp, tp)
-        return found + self.optim.problems() + self.checkpoint.problems() + self.log.problems()
+        return (
+            found + self.optim.problems() + self.checkpoint.problems(self.log.val_every) + self.log.problems()
+        )
 
 
 def _below(section: str, values: object, least: int, *names: str) -> list[str]:

@@ -3,19 +3,29 @@
 import dataclasses
 import difflib
 import itertools
+import keyword
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace
+from jsonargparse import (
+    ActionConfigFile,
+    ArgumentError,
+    ArgumentParser,
+    Namespace,
+    get_loader,
+    set_dumper,
+    set_loader,
+)
 
 from parallel2d.config import RunConfig
 from parallel2d.errors import UserError
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
+_YAML = "recipe"  # our name for YAML with renamed keys, in jsonargparse
 
 
 def load_config(
@@ -66,7 +76,10 @@ def _reject_nulls(values: Namespace, defaults: Namespace) -> None:
 
 
 def _parser(config_class: type, default_file: Path, presets: Mapping[str, Any]) -> ArgumentParser:
+    set_loader(_YAML, lambda text: _rename(get_loader("yaml")(text), _as_field), (yaml.YAMLError,))
+    set_dumper(_YAML, _dump)
     parser = ArgumentParser(
+        parser_mode=_YAML,
         exit_on_error=False,
         allow_abbrev=False,
         default_config_files=[str(default_file)],
@@ -79,12 +92,36 @@ def _parser(config_class: type, default_file: Path, presets: Mapping[str, Any]) 
         help=f"whole model section to start from: {', '.join(presets)}",
     )
     parser.add_class_arguments(config_class)
+    for action in parser._actions:
+        action.option_strings = [_as_written(flag) for flag in action.option_strings]
+        parser._option_string_actions |= dict.fromkeys(action.option_strings, action)
     return parser
 
 
 def dump_config(config: RunConfig) -> str:
     """The resolved configuration as YAML that --config reads back."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+    return _dump(dataclasses.asdict(config))
+
+
+def _dump(values: Any) -> str:
+    return yaml.safe_dump(_rename(values, _as_written), sort_keys=False)
+
+
+# A key that Python reserves, `async`, is a field with an underscore behind it; flags and files do without.
+def _as_field(key: str) -> str:
+    return f"{key}_" if keyword.iskeyword(key) else key
+
+
+def _as_written(key: str) -> str:
+    short = key.removesuffix("_")
+    return short if keyword.iskeyword(short.split(".")[-1]) else key
+
+
+def _rename(values: Any, rename: Callable[[str], str]) -> Any:
+    """The same, with other keys in all sections."""
+    if not isinstance(values, dict):
+        return values
+    return {rename(k) if isinstance(k, str) else k: _rename(v, rename) for k, v in values.items()}
 
 
 def _explain(message: str, parser: ArgumentParser) -> str:

@@ -220,6 +220,11 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def class_of(model: nn.Module) -> type[nn.Module]:
+    """The model's own class; `fully_shard` puts a subclass in its place."""
+    return next(c for c in type(model).__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule))
+
+
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards training mode is as before and the weights are shards."""

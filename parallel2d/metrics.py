@@ -125,6 +125,11 @@ class Monitor:
             self._write(step, {"val_loss": val_loss})
             self.say(f"step {step}: validation loss {val_loss:.4f} nats per token")
 
+    def checkpoint(self, step: int, stall_s: float) -> None:
+        """Record for how many seconds training stood still for the checkpoint after update number `step`."""
+        if self.enabled:
+            self._write(step, {"checkpoint_stall_s": stall_s})
+
     def say(self, text: str) -> None:
         """One line for people, from rank 0."""
         if self.enabled:

@@ -5,6 +5,7 @@ tp and dp_shard split one dim and do not divide it: pytorch issue 161368. Ours i
 and tensor parallelism split by.
 """
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,6 +26,10 @@ class Box:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
 
     def cut(self, whole: Tensor) -> Tensor:
         """The block of a full tensor, as a view."""

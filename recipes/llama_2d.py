@@ -14,7 +14,10 @@ from parallel2d.models.llama import PRESETS, Llama, LlamaConfig
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d import launch
-from parallel2d.checkpoint.store import Checkpoint, CheckpointStore, load_checkpoint, resume_from
+from parallel2d.checkpoint.find import remove_leftovers
+from parallel2d.checkpoint.load import Resume, Resumed, load_newest, resume_from
+from parallel2d.checkpoint.retention import VAL_LOSS, Retention
+from parallel2d.checkpoint.store import CheckpointStore
 from parallel2d.compile import compile_problems
 from parallel2d.config import RunConfig
 from parallel2d.data import Corpus, RankData, load_tokens
@@ -32,6 +35,7 @@ from parallel2d.optim import LearningRate, build_optimizer, set_learning_rate
 from parallel2d.parallelize import parallelize
 from parallel2d.run_folder import lock, next_commands, require_usable, write_config
 from parallel2d.step import evaluate, seed_step, train_step
+from parallel2d.summary import summary
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ def main() -> None:
     model = build_model(config)
     data, vocab_size = config.data, config.model.vocab_size
     corpus = Corpus(load_tokens(data.path), data.seq_len, vocab_size, data.val_fraction, config.seed)
-    resume = resume_from(config.checkpoint.resume, Path(config.out), asdict(config.model))
+    choice, partial = config.checkpoint.resume, config.checkpoint.partial
+    resume = resume_from(choice, Path(config.out), asdict(config.model), partial=partial)
     if resume and resume.step >= config.steps:
         launch.say(f"{config.out} is at step {resume.step}: to go on, raise --steps (now {config.steps})")
         return
@@ -91,25 +96,26 @@ def train(
     device: torch.device,
     model: Llama,
     corpus: Corpus,
-    resume: Checkpoint | None,
+    resume: Resume | None,
 ) -> None:
     held = lock(Path(config.out)) if dist.get_rank() == 0 else None
-    launch.require_agreement(data=corpus.fingerprint(), resume_step=resume.step if resume else None)
+    launch.require_agreement(data=corpus.fingerprint(), checkpoints=resume.steps if resume else None)
     mesh = build_mesh(shape, device.type)
     materialise(config, model, mesh, device)
     optim = config.optim
     optimizer = build_optimizer(model, optim.lr, (optim.beta1, optim.beta2), optim.weight_decay)
-    start = Progress()
-    if resume:
-        load_checkpoint(resume, model, optimizer)
-        start = Progress.of(resume, corpus)
+    resumed = resume and load_newest(resume, model, optimizer, checkpoints(config))
+    start = Progress.of(resumed, corpus)
 
+    micro_batch = config.data.micro_batch_of(shape.dp)
     monitor = open_monitor(config, model, shape, device, start)
     if dist.get_rank() == 0:
-        monitor.say(describe(config, model, shape, device, corpus, resume))
-    micro_batch = config.data.micro_batch_of(shape.dp)
+        dtypes = config.precision.dtypes(device.type)
+        monitor.say(summary(model, shape, device, dtypes, corpus, config.data.global_batch, micro_batch))
+        monitor.say(described_start(resumed, corpus))
     data = RankData(corpus, config.data.global_batch, micro_batch, dp_rank(mesh), shape.dp, device)
-    val_loss = fit(config, mesh, model, optimizer, data, monitor, start)
+    with open_store(config, monitor, resumed) as store:
+        val_loss = fit(config, mesh, model, optimizer, data, store, monitor, start)
 
     if dist.get_rank() == 0:
         alone = f"token frequencies alone: {corpus.unigram_loss():.4f}"
@@ -132,11 +138,37 @@ class Progress:
     tokens_seen: int = 0
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, corpus: Corpus) -> "Progress":
-        state = checkpoint.trainer_state()
+    def of(cls, resumed: Resumed | None, corpus: Corpus) -> "Progress":
+        if resumed is None or resumed.weights_only:
+            return cls()
+        state = resumed.checkpoint.manifest.trainer
         # In other data, or in another order of it, the old position would mean nothing.
         position = state["position"] if state["data"] == corpus.fingerprint() else 0
-        return cls(checkpoint.step, position, state["tokens_seen"])
+        return cls(resumed.checkpoint.step, position, state["tokens_seen"])
+
+
+def described_start(resumed: Resumed | None, corpus: Corpus) -> str:
+    if resumed is None:
+        return "start     from nothing"
+    lines = [*(f"note      {note}" for note in resumed.notes), f"start     {resumed}"]
+    if not resumed.weights_only and resumed.checkpoint.manifest.trainer["data"] != corpus.fingerprint():
+        lines.append(
+            "note      the data or its order differs from the checkpoint's: reading it from its start"
+        )
+    return "\n".join(lines)
+
+
+def checkpoints(config: Recipe) -> Path:
+    return Path(config.out) / "checkpoints"
+
+
+def open_store(config: Recipe, monitor: Monitor, resumed: Resumed | None) -> CheckpointStore:
+    rules = config.checkpoint
+    retention = Retention(rules.keep, rules.keep_every, rules.keep_best)
+    protected = resumed and resumed.checkpoint.path
+    return CheckpointStore(
+        checkpoints(config), retention, background=rules.async_, tell=monitor.say, resumed_from=protected
+    )
 
 
 def materialise(config: Recipe, model: Llama, mesh: DeviceMesh, device: torch.device) -> None:
@@ -160,13 +192,13 @@ def fit(
     model: Llama,
     optimizer: torch.optim.Optimizer,
     data: RankData,
+    store: CheckpointStore,
     monitor: Monitor,
     start: Progress,
 ) -> float:
     """One round of the loop is one optimizer update. Returns the last validation loss."""
     optim, vocab = config.optim, VocabShard.of(config.model.vocab_size, mesh["tp"])
     learning_rate = LearningRate(optim.lr, optim.schedule, optim.warmup_steps, config.steps, optim.final)
-    store = CheckpointStore(Path(config.out) / "checkpoints", config.checkpoint.keep)
     val_loss, done = math.nan, start
     if done.step == 0:
         val_loss = validate(config, model, data, vocab, mesh)
@@ -188,14 +220,17 @@ def fit(
             monitor.say(table(expected_ledger(config, model, mesh), observer.ledger))
         done = Progress(done.step + 1, done.position + data.global_batch, done.tokens_seen + stats.tokens)
         monitor.end_step(done.step, stats, lr, done.tokens_seen)
+        store.poll()
 
         last = done.step == config.steps
-        if last or is_due(done.step, config.log.val_every):
+        validated = last or is_due(done.step, config.log.val_every)
+        if validated:
             val_loss = validate(config, model, data, vocab, mesh)
             monitor.validation(done.step, val_loss)
         if last or is_due(done.step, config.checkpoint.every):
             state = {**asdict(done), "data": data.corpus.fingerprint(), "model": asdict(config.model)}
-            monitor.say(f"saved {store.save(done.step, model, optimizer, state)}")
+            state |= {VAL_LOSS: val_loss} if validated else {}
+            monitor.checkpoint(done.step, store.save(done.step, model, optimizer, state))
     return val_loss
 
 
@@ -232,43 +267,11 @@ def open_monitor(
     """The run folder's curves; rank 0 also clears leftovers and writes the resolved configuration."""
     out, text = Path(config.out), dump_config(config)
     if dist.get_rank() == 0:
-        CheckpointStore(out / "checkpoints", config.checkpoint.keep).remove_leftovers()
+        remove_leftovers(checkpoints(config))
         write_config(out, text)
     flops = model.flops_per_token(config.data.seq_len)
     run = Run(start.step, config.steps, flops, device, shape.world)
     return Monitor(out, run, every=config.log.every, config_text=text, rank=dist.get_rank())
-
-
-def describe(
-    config: Recipe,
-    model: Llama,
-    shape: MeshShape,
-    device: torch.device,
-    corpus: Corpus,
-    resume: Checkpoint | None,
-) -> str:
-    """What is about to run, in the numbers that decide how."""
-    param, compute, reduce = (str(d).removeprefix("torch.") for d in config.precision.dtypes(device.type))
-    parameters = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    accumulation = config.data.global_batch // config.data.micro_batch_of(shape.dp) // shape.dp
-    lines = [
-        f"mesh      dp×tp = {shape}; {shape.world} ranks, {dist.get_backend()} on {device.type}",
-        f"model     {parameters:,} parameters, {trained:,} trained; "
-        f"weights {param}, compute {compute}, reduction {reduce}",
-        f"data      {len(corpus.tokens):,} tokens; {corpus.num_train:,} training sequences an epoch",
-        f"batch     {config.data.global_batch} sequences of {config.data.seq_len} = dp {shape.dp} × "
-        f"micro-batch {config.data.micro_batch_of(shape.dp)} × accumulation {accumulation}",
-        f"baseline  {corpus.unigram_loss():.4f} nats per token for a model that knows only their frequencies",
-        f"start     after step {resume.step} of {resume.path}" if resume else "start     from nothing",
-    ]
-    if resume and resume.trainer_state()["data"] != corpus.fingerprint():
-        lines.append(
-            "note      the data or its order differs from the checkpoint's: reading it from its start"
-        )
-    if param == "bfloat16":
-        lines.append("note      bfloat16 weights and Adam moments: updates below 1/256 of a weight are lost")
-    return "\n".join(lines)
 
 
 def show_sample(

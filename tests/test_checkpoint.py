@@ -10,13 +10,12 @@ from parallel2d.models.llama import Llama, LlamaConfig
 from torch.distributed.tensor import DTensor
 
 from parallel2d import MeshShape, UserError, build_mesh, launch, parallelize
-from parallel2d.checkpoint import store as store_module
-from parallel2d.checkpoint.store import (
-    CheckpointStore,
-    load_checkpoint,
-    resume_from,
-    state_tensors,
-)
+from parallel2d.checkpoint import files
+from parallel2d.checkpoint.find import checkpoints_in, remove_leftovers
+from parallel2d.checkpoint.load import load_checkpoint
+from parallel2d.checkpoint.retention import Retention
+from parallel2d.checkpoint.state import state_tensors
+from parallel2d.checkpoint.store import CheckpointStore
 from parallel2d.fsdp import Precision
 from parallel2d.init import init_weights
 from parallel2d.optim import build_optimizer
@@ -63,14 +62,14 @@ def save(shape: MeshShape, folder: str) -> dict[str, torch.Tensor]:
         model, optimizer = build(shape)
         for _ in range(3):
             update(model, optimizer)
-        CheckpointStore(Path(folder), keep=0).save(3, model, optimizer, {"model": {}})
+        CheckpointStore(Path(folder)).save(3, model, optimizer, {"model": {}})
         return whole(model, optimizer)
 
 
 def load(shape: MeshShape, folder: str) -> dict[str, torch.Tensor]:
     with launch.world(shape.world, "cpu", 60):
         model, optimizer = build(shape, seed=1)
-        load_checkpoint(CheckpointStore(Path(folder), keep=0).latest(), model, optimizer)
+        load_checkpoint(CheckpointStore(Path(folder)).latest(), model, optimizer)
         return whole(model, optimizer)
 
 
@@ -96,39 +95,14 @@ def load_with_a_layer_more(folder: str) -> str:
     with launch.world(2, "cpu", 60):
         model, optimizer = build(MeshShape(1, 2, 1), replace(CONFIG, num_layers=2))
         with pytest.raises(UserError) as caught:
-            load_checkpoint(CheckpointStore(Path(folder), keep=0).latest(), model, optimizer)
+            load_checkpoint(CheckpointStore(Path(folder)).latest(), model, optimizer)
         return str(caught.value)
 
 
 def test_names_must_match(tmp_path):
     run_ranks(1, save, MeshShape(), str(tmp_path))
     for message in run_ranks(2, load_with_a_layer_more, str(tmp_path)):
-        assert "15 missing" in message and "0 unknown" in message and "blocks.1.attention.k" in message
-
-
-def test_resume_from_refuses_what_would_mix_runs(tmp_path):
-    for step in (2, 10):
-        folder = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
-        folder.mkdir(parents=True)
-        (folder / "trainer.json").write_text('{"model": {"width": 8}, "optimizer": "AdamW"}')
-    run, model = tmp_path / "run", {"width": 8}
-    assert resume_from("auto", run, model).step == 10
-    assert resume_from("auto", tmp_path / "new", model) is None
-    assert resume_from(str(run), tmp_path / "new", model).step == 10
-    assert resume_from(str(run / "checkpoints/step-00000002"), tmp_path / "new", model).step == 2
-    for choice in ("never", str(run / "checkpoints/step-00000002")):
-        with pytest.raises(UserError, match="holds checkpoints up to step 10"):
-            resume_from(choice, run, model)
-    with pytest.raises(UserError, match="width 8 there, 16 here"):
-        resume_from("auto", run, {"width": 16})
-    (run / "checkpoints/step-00000010/trainer.json").write_text("{")
-    with pytest.raises(UserError, match="is damaged"):
-        resume_from("auto", run, model)
-    (run / "checkpoints/step-00000010/trainer.json").unlink()
-    with pytest.raises(UserError, match=r"step-00000010 has no trainer.json: it is damaged"):
-        resume_from("auto", run, model)
-    with pytest.raises(UserError, match="neither a checkpoint"):
-        resume_from(str(tmp_path / "nothing"), tmp_path / "new", model)
+        assert "15 missing" in message and "unknown" not in message and "blocks.1.attention.k" in message
 
 
 def save_and_die(folder: str, moment: str) -> None:
@@ -136,11 +110,11 @@ def save_and_die(folder: str, moment: str) -> None:
     with launch.world(2, "cpu", 60):
         shape = MeshShape(1, 2, 1)
         model, optimizer = build(shape)
-        store = CheckpointStore(Path(folder), keep=1)
+        store = CheckpointStore(Path(folder), Retention(last=1))
         update(model, optimizer)
         store.save(1, model, optimizer, {"model": {}})
         if torch.distributed.get_rank() == 0:
-            setattr(store_module, moment, die)
+            setattr(files, moment, die)
         store.save(2, model, optimizer, {"model": {}})
 
 
@@ -148,14 +122,13 @@ def die(*_: object) -> None:
     os._exit(9)
 
 
-@pytest.mark.parametrize("moment", ["write_text", "sync"])
+@pytest.mark.parametrize("moment", ["write_text", "sync", "Hash"])
 def test_a_crash_while_saving_leaves_the_old_one(tmp_path, moment):
     outcomes = try_ranks(2, save_and_die, str(tmp_path), moment)
     assert outcomes[0].exitcode == 9
-    store = CheckpointStore(tmp_path, keep=1)
-    assert [c.step for c in store.all()] == [1]
+    assert [c.step for c in checkpoints_in(tmp_path)[0]] == [1]
     assert (tmp_path / "step-00000002.tmp").exists()
-    store.remove_leftovers()
+    remove_leftovers(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001"]
     run_ranks(1, load, MeshShape(), str(tmp_path))
 
@@ -170,7 +143,7 @@ def test_a_checkpoint_is_never_overwritten(tmp_path):
 def other_optimizers(folder: str) -> tuple[bool, str]:
     """SGD with momentum, saved and loaded; then a load into AdamW."""
     with launch.world(2, "cpu", 60):
-        store = CheckpointStore(Path(folder), keep=0)
+        store = CheckpointStore(Path(folder))
         model, adamw = build(MeshShape(1, 2, 1))
         sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         update(model, sgd)
@@ -197,8 +170,8 @@ def save_infinite_weights(folder: str) -> str:
         model, optimizer = build(MeshShape(1, 2, 2))
         if torch.distributed.get_rank() == 3:
             model.norm.weight.detach().to_local().fill_(float("inf"))
-        with pytest.raises(UserError) as caught:
-            CheckpointStore(Path(folder), keep=1).save(1, model, optimizer, {})
+        with pytest.raises(UserError) as caught, CheckpointStore(Path(folder)) as store:
+            store.save(1, model, optimizer, {})
         return str(caught.value)
 
 

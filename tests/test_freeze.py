@@ -7,7 +7,9 @@ import torch
 from parallel2d.models.llama import Llama, LlamaConfig
 
 from parallel2d import MeshShape, UserError, build_mesh, freeze, launch
-from parallel2d.checkpoint.store import CheckpointStore, load_checkpoint, state_tensors
+from parallel2d.checkpoint.load import load_checkpoint
+from parallel2d.checkpoint.state import state_tensors
+from parallel2d.checkpoint.store import CheckpointStore
 from tests.ranks import run_ranks, run_recipe
 from tests.training import Case, Run, assert_same, curves
 
@@ -77,7 +79,7 @@ def save(shape: MeshShape, folder: str, case: Case) -> tuple[list[float], list[s
     with launch.world(shape.world, "cpu", 60):
         run = Run.begin(build_mesh(shape, "cpu"), case)
         run.train(0, 2)
-        CheckpointStore(Path(folder), keep=0).save(2, run.model, run.optimizer, {})
+        CheckpointStore(Path(folder)).save(2, run.model, run.optimizer, {})
         moments = [n for n in state_tensors(run.model, run.optimizer) if n.endswith("exp_avg")]
         return run.train(2, 4), moments
 
@@ -85,7 +87,7 @@ def save(shape: MeshShape, folder: str, case: Case) -> tuple[list[float], list[s
 def resume(shape: MeshShape, folder: str, case: Case) -> list[float]:
     with launch.world(shape.world, "cpu", 60):
         run = Run.begin(build_mesh(shape, "cpu"), case)
-        load_checkpoint(CheckpointStore(Path(folder), keep=0).latest(), run.model, run.optimizer)
+        load_checkpoint(CheckpointStore(Path(folder)).latest(), run.model, run.optimizer)
         return run.train(2, 4)
 
 

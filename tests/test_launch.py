@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from parallel2d import UserError, launch
-from parallel2d.checkpoint.store import CheckpointStore
+from parallel2d.checkpoint.find import checkpoints_in
 from tests.ranks import RECIPE, ROOT, TEXT, _free_port, run_ranks, run_recipe, try_ranks
 
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
@@ -235,7 +235,7 @@ def test_every_end_leaves_no_process_and_a_whole_checkpoint(tmp_path, how):
     wait_until(lambda: not workers_of(out), 10)
     ((status, _, stderr),) = finish(process, timeout_s=10)
     assert status != 0 and time.monotonic() - began < 10, stderr
-    last = CheckpointStore(out / "checkpoints", keep=0).latest().step
+    last = checkpoints_in(out / "checkpoints")[0][-1].step
     (resumed,) = run_recipe(1, *SMALL, "--out", str(out), "--steps", str(last + 1))
     assert f"after step {last}" in resumed.stdout and resumed.exitcode == 0, resumed.stderr
 

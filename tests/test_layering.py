@@ -23,7 +23,7 @@ LAYERS = [
         "loss",
         "optim",
     },
-    {"flags", "step", "generate", "parallelize", "checkpoint", "metrics", "ledger"},
+    {"flags", "step", "generate", "parallelize", "checkpoint", "metrics", "ledger", "summary"},
     {"verify"},
     {"cli"},
 ]

@@ -1,6 +1,5 @@
 """A run that stops and goes on is the run that did not stop; on another mesh, too."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -9,7 +8,9 @@ import torch
 from torch import nn
 
 from parallel2d import MeshShape, build_mesh, init_weights, launch, parallelize
-from parallel2d.checkpoint.store import CheckpointStore, load_checkpoint
+from parallel2d.checkpoint.load import load_checkpoint
+from parallel2d.checkpoint.manifest import read_manifest
+from parallel2d.checkpoint.store import CheckpointStore
 from parallel2d.step import seed_step
 from tests.ranks import TEXT, run_ranks, run_recipe
 
@@ -109,8 +110,7 @@ def test_leftovers_are_cleared_and_foreign_names_are_not(straight_float32, tmp_p
 def test_other_data_is_read_from_its_start(straight_float32, tmp_path):
     stop_after_step_5(straight_float32, tmp_path / "run")
     assert "the data or its order differs" in train(tmp_path / "run", 2, 2, "--seed", "1", "--steps", "6")
-    state = json.loads((tmp_path / "run/checkpoints/step-00000006/trainer.json").read_text())
-    assert state["position"] == 8
+    assert read_manifest(tmp_path / "run/checkpoints/step-00000006").trainer["position"] == 8
 
 
 class Noisy(nn.Module):
@@ -130,7 +130,7 @@ def train_with_dropout(folder: str, start: int, stop: int) -> list[float]:
         parallelize(model, mesh, plan={"first": "colwise", "second": "rowwise"}, units=[])
         init_weights(model, device, 0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        store = CheckpointStore(Path(folder), keep=0)
+        store = CheckpointStore(Path(folder))
         if start:
             load_checkpoint(store.latest(), model, optimizer)
         losses = []

@@ -27,8 +27,9 @@ class Chunk(Tensor):
     metadata: ChunkStorageMetadata
 
     @staticmethod
-    def __new__(cls, tensor: DTensor) -> "Chunk":
-        local, box = tensor.to_local().detach(), local_box(tensor)
+    def __new__(cls, tensor: DTensor, local: Tensor) -> "Chunk":
+        """`local`: this rank's share, or a copy of it."""
+        box = local_box(tensor)
         if tuple(local.shape) != box.sizes:
             raise ValueError(f"a rank's share has shape {tuple(local.shape)}, and {box.sizes} was expected")
         chunk = Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=local.dtype, device=local.device)

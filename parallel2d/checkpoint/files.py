@@ -124,7 +124,7 @@ def commit(writing: Path, final: Path, manifest: Manifest) -> None:
 
     `manifest.files` gains DCP's index.
     """
-    index = pickle.dumps(_dcp_metadata(manifest))
+    index = pickle.dumps(dcp_metadata(manifest))
     path = writing / DCP_METADATA_FILE
     path.write_bytes(index)
     sync(path)
@@ -136,7 +136,7 @@ def commit(writing: Path, final: Path, manifest: Manifest) -> None:
     sync(final.parent)
 
 
-def _dcp_metadata(manifest: Manifest) -> Metadata:
+def dcp_metadata(manifest: Manifest) -> Metadata:
     """The same facts in DCP's words."""
     tensors, places = {}, {}
     for name, tensor in manifest.tensors.items():
@@ -190,7 +190,10 @@ class StoredBlocks:
             self._handles[name] = open_file(self.folder, name)
         done = 0
         while done < len(into):
-            count = os.preadv(self._handles[name].fileno(), [into[done:]], start + done)
+            try:
+                count = os.preadv(self._handles[name].fileno(), [into[done:]], start + done)
+            except OSError as error:
+                raise DamagedCheckpoint(f"{self.folder / name} cannot be read: {error.strerror}") from None
             if count == 0:
                 break
             done += count

@@ -1,0 +1,96 @@
+"""The checkpoints of a folder: which are whole, which are damaged, and their names."""
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel2d.checkpoint.intact import DamagedCheckpoint, file_faults
+from parallel2d.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
+from parallel2d.errors import UserError
+
+_NAME = re.compile(r"step-(\d{8,})")
+_SET_ASIDE = ".damaged"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files are there in their sizes; their content is checked when it is read."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """DamagedCheckpoint if the manifest is not as it was written, or files are missing, foreign or cut."""
+    manifest = read_manifest(path)
+    if faults := file_faults(path, manifest.files, besides=MANIFEST_FILE):
+        more = f", and {len(faults) - 10} more" if len(faults) > 10 else ""
+        raise DamagedCheckpoint(f"{path} is damaged: {'; '.join(faults[:10])}{more}")
+    return Checkpoint(path, manifest)
+
+
+def checkpoints_in(folder: Path) -> tuple[list[Checkpoint], dict[Path, DamagedCheckpoint]]:
+    """Those that are whole, oldest first, and what is wrong with the others; other names are passed over."""
+    whole: list[Checkpoint] = []
+    damaged: dict[Path, DamagedCheckpoint] = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if not (match := _NAME.fullmatch(path.name)):
+            continue
+        try:
+            checkpoint = open_checkpoint(path)
+            if checkpoint.step != int(match[1]):
+                raise DamagedCheckpoint(f"{path} is damaged: it holds step {checkpoint.step}")
+        except DamagedCheckpoint as error:
+            damaged[path] = error
+        else:
+            whole.append(checkpoint)
+    newest_first = sorted(damaged, key=lambda path: int(path.name[5:]), reverse=True)
+    return sorted(whole, key=lambda c: c.step), {path: damaged[path] for path in newest_first}
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is a checkpoint's, be it damaged, and not a run folder's."""
+    return (path / MANIFEST_FILE).is_file() or (path.is_dir() and _NAME.fullmatch(path.name) is not None)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that a path means: itself, or the newest whole one of a run folder."""
+    if is_checkpoint(path):
+        return path
+    for folder in (path / "checkpoints", path):
+        whole, damaged = checkpoints_in(folder)
+        if whole:
+            return whole[-1].path
+        if damaged:
+            raise next(iter(damaged.values()))
+    raise UserError(f"{path} is neither a checkpoint (…/step-00000200) nor a run folder that holds one")
+
+
+def delete(path: Path) -> None:
+    """Out of sight first, so that a crash in between leaves no half checkpoint behind."""
+    doomed = path.with_name(path.name + ".tmp")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def set_aside(path: Path) -> Path:
+    """Give a damaged checkpoint a name that no run reads or writes, so that its step can be saved again."""
+    names = [path.with_name(f"{path.name}{_SET_ASIDE}{number}") for number in ("", *range(2, 1000))]
+    aside = next(name for name in names if not name.exists())
+    return path.rename(aside)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what an interrupted save or deletion left; for one process, when no save runs."""
+    for path in folder.glob("step-*.tmp") if folder.is_dir() else ():
+        if _NAME.fullmatch(path.stem):
+            path.unlink() if path.is_file() else shutil.rmtree(path)

@@ -1,0 +1,150 @@
+"""DCP's storage interface for loading: every stored byte is read once, checked, and sent where it belongs."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from parallel2d.checkpoint.exchange import Exchange, Need, Part, RankPlan, Read, Round
+from parallel2d.checkpoint.files import StoredBlocks, dcp_metadata
+from parallel2d.checkpoint.intact import DamagedCheckpoint
+from parallel2d.checkpoint.manifest import Manifest, pieces_of
+from parallel2d.shards import Box
+
+
+class CheckpointReader(StorageReader):
+    """Loads on any mesh. Memory besides the tensors: a few pieces and one round of the exchange.
+
+    Collectives, besides DCP's own: one all-to-all per round; none where every rank needs whole pieces
+    that no other needs, as on the mesh that saved.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """DCP calls it where it is given another place than ours."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return dcp_metadata(self.manifest)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing to open yet."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On rank 0, which knows what each rank needs: who reads what."""
+        needs: dict[tuple[str, tuple[int, ...]], list[Need]] = {}
+        for rank, plan in enumerate(plans):
+            for number, item in enumerate(plan.items):
+                place = (item.storage_index.fqn, tuple(item.storage_index.offset or ()))
+                needs.setdefault(place, []).append(Need(rank, number, _box_of(item)))
+        exchange = Exchange(len(plans))
+        for name, tensor in self.manifest.tensors.items():
+            itemsize = tensor.torch_dtype.itemsize
+            for block in tensor.blocks:
+                for piece in pieces_of(block, itemsize, self.manifest.piece_bytes):
+                    exchange.add(piece, tensor.dtype, itemsize, needs.get((name, block.offsets), ()))
+        return [
+            dataclasses.replace(plan, storage_data=of_rank)
+            for plan, of_rank in zip(plans, exchange.plans, strict=True)
+        ]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        with StoredBlocks(self.folder, self.manifest) as stored:
+            _Load(plan, planner, stored).run(plan.storage_data)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return isinstance(checkpoint_id, str | Path)
+
+
+def _box_of(item: ReadItem) -> Box:
+    """What an item wants, in the whole tensor."""
+    offsets = zip(item.storage_index.offset or (), item.storage_offsets, strict=True)
+    return Box(tuple(a + b for a, b in offsets), tuple(item.lengths))
+
+
+class _Load:
+    """One rank's part of a load. A piece that cannot be read is told at the end: peers wait for its round."""
+
+    def __init__(self, plan: LoadPlan, planner: LoadPlanner, stored: StoredBlocks) -> None:
+        self.plan, self.planner, self.stored = plan, planner, stored
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.fault: DamagedCheckpoint | None = None
+
+    def run(self, plan: RankPlan) -> None:
+        for read in plan.own:
+            self._load_own(read)
+        for of_round in plan.rounds:
+            self._exchange(of_round)
+        if self.fault:
+            raise self.fault
+
+    def _load_own(self, read: Read) -> None:
+        """A piece for this rank alone; straight into the tensor where that takes it as it is."""
+        target = self._target(read.parts[0])
+        whole = len(read.parts) == 1 and read.parts[0].box == read.piece.box
+        dtype = getattr(torch, read.dtype)
+        if whole and not target.is_cuda and target.dtype == dtype and target.is_contiguous():
+            self._read_into(read, target)
+            return
+        data = torch.empty(read.piece.box.sizes, dtype=dtype)
+        self._read_into(read, data)
+        self._keep(read, data)
+
+    def _read_into(self, read: Read, out: Tensor) -> None:
+        try:
+            self.stored.read_piece_into(read.piece, out)
+        except DamagedCheckpoint as error:
+            self.fault = self.fault or error
+
+    def _keep(self, read: Read, data: Tensor) -> None:
+        """The parts of a piece that this rank itself needs."""
+        for part in read.parts:
+            if part.rank == self.rank:
+                self._target(part).copy_(part.box.within(read.piece.box).cut(data))
+
+    def _target(self, part: Part) -> Tensor:
+        """Where a part goes, as a view of this rank's tensor."""
+        item = self.plan.items[part.item]
+        return part.box.within(_box_of(item)).cut(self.planner.resolve_tensor(item).detach())
+
+    def _exchange(self, of_round: Round) -> None:
+        """One round. One all-to-all of bytes over the world."""
+        outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
+        for read in of_round.reads:
+            data = torch.empty(read.piece.box.sizes, dtype=getattr(torch, read.dtype))
+            self._read_into(read, data)
+            self._keep(read, data)
+            for part in read.parts:
+                if part.rank != self.rank:
+                    cut = part.box.within(read.piece.box).cut(data)
+                    outgoing[part.rank].append(cut.contiguous().reshape(-1).view(torch.uint8))
+        sizes = [sum(p.bytes for _, p in of_round.receives.get(r, ())) for r in range(self.world)]
+        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        sent = torch.cat([bytes for of_rank in outgoing for bytes in of_rank] or [received[:0]])
+        dist.all_to_all_single(received, sent, sizes, [sum(map(len, of_rank)) for of_rank in outgoing])
+        self._unpack(of_round, received)
+
+    def _unpack(self, of_round: Round, received: Tensor) -> None:
+        start = 0
+        for rank in range(self.world):
+            for dtype, part in of_round.receives.get(rank, ()):
+                data = received[start : start + part.bytes].clone().view(getattr(torch, dtype))
+                self._target(part).copy_(data.view(part.box.sizes))
+                start += part.bytes

@@ -1,0 +1,121 @@
+"""What of a run is stored: weights, buffers and optimizer state by name, as DCP sees them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from parallel2d.checkpoint.chunks import Chunk
+from parallel2d.checkpoint.manifest import StoredTensor
+from parallel2d.fsdp import reshard
+from parallel2d.shards import splits_of
+
+WEIGHTS, OPTIMIZER = "model.", "optimizer."
+
+
+def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """{name: tensor} of all weights and buffers (`model.…`) and optimizer state (`optimizer.….exp_avg`).
+
+    Tensors only, under the parameters' own names: hyperparameters come from the recipe, and the
+    schedule is a function of the step. A tied parameter appears once.
+    """
+    reshard(model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    state: dict[str, Tensor] = {f"{WEIGHTS}{name}": p.detach() for p, name in names.items()}
+    persistent = model.state_dict(keep_vars=True)
+    state |= {f"{WEIGHTS}{name}": b for name, b in model.named_buffers() if name in persistent}
+    for parameter, name in names.items() if optimizer else ():
+        values = optimizer.state.get(parameter, {}) if optimizer else {}
+        state |= {f"{OPTIMIZER}{name}.{key}": value for key, value in values.items()}
+    return state
+
+
+@torch.no_grad()
+def create_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, StoredTensor]
+) -> None:
+    """Tensors to load into, for every entry of optimizer state that the checkpoint has for a parameter.
+
+    An entry of the parameter's shape is sharded like it; others (step counts) are the same everywhere.
+    """
+    reshard(model)
+    trained = {p for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        prefix = f"{OPTIMIZER}{name}."
+        for key in (k.removeprefix(prefix) for k in stored if k.startswith(prefix) and parameter in trained):
+            entry = stored[prefix + key]
+            optimizer.state[parameter][key] = (
+                torch.zeros_like(parameter)
+                if entry.shape == tuple(parameter.shape)
+                else torch.zeros(entry.shape, dtype=entry.torch_dtype, device=parameter.device)
+            )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's share; of a plain tensor all."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def as_chunks(state: Mapping[str, Tensor], shares: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    """A state dict for DCP. `shares`: to be stored instead of the tensors' own (copies of them)."""
+    shares = shares or {name: local(tensor) for name, tensor in state.items()}
+    return {n: Chunk(t, shares[n]) if isinstance(t, DTensor) else shares[n] for n, t in state.items()}
+
+
+def split_of(tensor: Tensor) -> dict[str, int]:
+    """{mesh axis: dim of the tensor that it splits}."""
+    if not isinstance(tensor, DTensor):
+        return {}
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return {names[split.axis]: split.dim for split in splits_of(tensor)}
+
+
+def mesh_of(model: nn.Module) -> dict[str, int]:
+    """{axis: size} of the mesh that the parameters live on; an axis that they do not know has size 1."""
+    sizes = {"dp_replicate": 1, "dp_shard": 1, "tp": 1}
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            sizes |= dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    return sizes
+
+
+class HostCopies:
+    """Copies of a rank's shares in host memory, which is kept and used again for the next ones."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def take(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies that the next call overwrites."""
+        places, total = {}, 0
+        for name, share in shares.items():
+            places[name] = total
+            total += -(-share.nbytes // 64) * 64
+        on_cuda = any(share.is_cuda for share in shares.values())
+        if total > self._memory.nbytes:
+            self._memory = _memory(total, pinned=on_cuda)
+        copies = {name: self._part(places[name], share) for name, share in shares.items()}
+        # Many at once, where they lie on the same device.
+        torch._foreach_copy_(list(copies.values()), list(shares.values()), non_blocking=on_cuda)
+        if on_cuda:
+            torch.cuda.synchronize()
+        return copies
+
+    def _part(self, start: int, like: Tensor) -> Tensor:
+        """A tensor whose storage is its part of the memory alone, as torch.save wants it."""
+        if not like.nbytes:
+            return torch.empty_like(like, device="cpu")
+        data = self._memory.numpy()[start : start + like.nbytes]
+        return torch.frombuffer(data, dtype=like.dtype).view(like.shape)
+
+
+def _memory(size: int, pinned: bool) -> Tensor:
+    if pinned:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    # numpy asks the kernel for huge pages, without which the first copy takes four times as long.
+    return torch.from_numpy(np.empty(size, dtype=np.uint8))
