@@ -39,13 +39,16 @@ class Box:
 
     def intersection(self, other: "Box") -> "Box | None":
         """What two blocks of one tensor have in common, None if nothing."""
-        offsets = tuple(map(max, self.offsets, other.offsets))
-        stops = [
-            min(a + n, b + m)
-            for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        ]
-        sizes = tuple(stop - offset for stop, offset in zip(stops, offsets, strict=True))
-        return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+        offsets, sizes = [], []
+        for mine, size, theirs, their_size in zip(
+            self.offsets, self.sizes, other.offsets, other.sizes, strict=True
+        ):
+            start, stop = max(mine, theirs), min(mine + size, theirs + their_size)
+            if stop <= start:
+                return None
+            offsets.append(start)
+            sizes.append(stop - start)
+        return Box(tuple(offsets), tuple(sizes))
 
     def within(self, outer: "Box") -> "Box":
         """The same block, with its place counted from the beginning of `outer`, which contains it."""

@@ -40,18 +40,20 @@ def create_optimizer_state(
     """Tensors to load into, for every entry of optimizer state that the checkpoint has for a parameter.
 
     An entry of the parameter's shape is sharded like it; others (step counts) are the same everywhere.
+    What the optimizer has already is left as it is.
     """
     reshard(model)
     trained = {p for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in model.named_parameters():
-        prefix = f"{OPTIMIZER}{name}."
-        for key in (k.removeprefix(prefix) for k in stored if k.startswith(prefix) and parameter in trained):
-            entry = stored[prefix + key]
-            optimizer.state[parameter][key] = (
-                torch.zeros_like(parameter)
-                if entry.shape == tuple(parameter.shape)
-                else torch.zeros(entry.shape, dtype=entry.torch_dtype, device=parameter.device)
-            )
+    names = {name: p for name, p in model.named_parameters() if p in trained}
+    for entry, tensor in stored.items():
+        name, _, key = entry.removeprefix(OPTIMIZER).rpartition(".")
+        if not entry.startswith(OPTIMIZER) or name not in names or key in optimizer.state[names[name]]:
+            continue
+        optimizer.state[names[name]][key] = (
+            torch.zeros_like(names[name])
+            if tensor.shape == tuple(names[name].shape)
+            else torch.zeros(tensor.shape, dtype=tensor.torch_dtype, device=names[name].device)
+        )
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -86,6 +86,8 @@ class CheckpointStore:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # A failure of the run is told rather than one of the save; the save is waited for in any case.
         self._finish()
+        if self._thread:
+            self._thread.shutdown()
         if kind is None and self._last_error:
             raise UserError(f"the last checkpoint was not saved: {self._last_error}")
 

@@ -4,7 +4,9 @@ https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
 import dataclasses
+import errno
 import math
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -62,6 +64,10 @@ class CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0, which knows how much there is to write: refuse before the disk is full."""
+        needed = sum(item.tensor_storage_size() or 0 for plan in plans for item in plan.items)
+        if needed > shutil.disk_usage(self.writing).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
