@@ -91,7 +91,7 @@ def test_verify_names_a_bad_manifest(tmp_path, ask, change):
 
 def test_the_newest_checkpoint_of_a_run(tmp_path, ask):
     folder = tmp_path / "run" / "checkpoints"
-    for step in ("step-00000200", "step-100000000", "step-00000900", "step-999999999.tmp"):
+    for step in ("step-00000200", "step-100000000", "step-99999999", "step-999999999.tmp"):
         llama_checkpoint(folder / step)
     newest = folder / "step-100000000"
     assert find_checkpoint(tmp_path / "run") == find_checkpoint(folder) == newest

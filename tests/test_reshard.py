@@ -1,5 +1,6 @@
 """parallel2d checkpoint reshard: every rank's file holds what the rank holds; nothing half is left."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from parallel2d import MeshShape, UserError, build_mesh, launch, parallelize
 from parallel2d.checkpoint import reshard as room
-from parallel2d.checkpoint.files import StoredBlocks
+from parallel2d.checkpoint.files import DataFile, StoredBlocks
 from parallel2d.checkpoint.layout import Layout
 from parallel2d.checkpoint.manifest import Manifest, read_manifest
 from parallel2d.cli.main import main
@@ -222,6 +223,19 @@ def test_a_full_disk_is_told_and_nothing_left(tmp_path):
     outcome = try_ranks(1, with_little_disk, str(source), str(tmp_path / "x"))[0]
     assert outcome.exitcode == 2 and "cannot be written (File too large): it needs" in outcome.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+class Full:
+    def write(self, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+
+def test_a_full_disk_is_not_hidden_by_torch(tmp_path):
+    with DataFile(tmp_path / "x") as file:
+        real, file._handle = file._handle, Full()
+        with pytest.raises(OSError, match="no space"):
+            file.add(torch.ones(3), (0,))
+        file._handle = real
 
 
 def killed_while_writing(*line: str) -> None:
