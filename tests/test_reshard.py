@@ -226,15 +226,19 @@ def test_a_full_disk_is_told_and_nothing_left(tmp_path):
 
 
 class Full:
+    """No room for the numbers, but for the few bytes after them, as with a buffer."""
+
     def write(self, data: memoryview) -> int:
-        raise OSError(errno.ENOSPC, "no space")
+        if len(data) >= 4000:
+            raise OSError(errno.ENOSPC, "no space")
+        return len(data)
 
 
 def test_a_full_disk_is_not_hidden_by_torch(tmp_path):
     with DataFile(tmp_path / "x") as file:
         real, file._handle = file._handle, Full()
         with pytest.raises(OSError, match="no space"):
-            file.add(torch.ones(3), (0,))
+            file.add(torch.ones(1000), (0,))
         file._handle = real
 
 
