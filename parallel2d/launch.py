@@ -82,6 +82,22 @@ def world(size: int, device: str, timeout_s: float) -> Iterator[torch.device]:
     dist.destroy_process_group()
 
 
+@contextmanager
+def imagined_world(size: int) -> Iterator[None]:
+    """This process as rank 0 of `size` ranks that do not exist: what a mesh would hold, asked without one.
+
+    Collectives return at once and leave what they were given; only models on meta belong here.
+    """
+    # Its import is what makes the backend known.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def require_agreement(**facts: object) -> None:
     """One UserError on all ranks if a fact differs between them. One all-gather of small objects.
 

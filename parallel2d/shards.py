@@ -6,6 +6,7 @@ and tensor parallelism split by.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -66,14 +67,15 @@ class Split:
     stop: int
 
 
-def splits_of(tensor: DTensor) -> list[Split]:
-    """How the tensor came to this rank's block, in the order of splitting. No communication.
+def splits_of(tensor: DTensor, coordinate: Sequence[int] | None = None) -> list[Split]:
+    """How the tensor came to a rank's block, in the order of splitting. No communication.
 
+    `coordinate`: the rank's place on the tensor's mesh; default: this rank's.
     tp splits first, and dp_shard splits what tp leaves (placement _StridedShard where both split the
     same dim): so the mesh's axes are applied last to first.
     """
     mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
+    coordinate = mesh.get_coordinate() if coordinate is None else coordinate
     if coordinate is None:
         raise ValueError("this rank is not part of the tensor's mesh")
     splits, sizes = [], list(tensor.shape)
@@ -87,10 +89,10 @@ def splits_of(tensor: DTensor) -> list[Split]:
     return splits
 
 
-def local_box(tensor: DTensor) -> Box:
-    """The block that this rank holds. No communication."""
+def local_box(tensor: DTensor, coordinate: Sequence[int] | None = None) -> Box:
+    """The block that a rank holds, this one or the one at a place on the mesh. No communication."""
     offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
-    for split in splits_of(tensor):
+    for split in splits_of(tensor, coordinate):
         offsets[split.dim] += split.start
         sizes[split.dim] = split.stop - split.start
     return Box(tuple(offsets), tuple(sizes))

@@ -1,10 +1,13 @@
 """Shared by all tests; the ranks themselves are in tests/ranks.py."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from parallel2d.cli.main import _main
 
 
 @pytest.fixture
@@ -16,3 +19,16 @@ def read_metrics():
         return {line["step"]: line for line in lines if "loss" in line}
 
     return read
+
+
+@pytest.fixture
+def ask(monkeypatch, capsys):
+    """`parallel2d checkpoint …` in this process: (exit code, stdout, stderr); a UserError is raised."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["parallel2d", "checkpoint", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            _main()
+        return ended.value.code, *capsys.readouterr()
+
+    return call

@@ -28,6 +28,7 @@ _context = multiprocessing.get_context("forkserver")
 _ROOMS = (
     "checkpoint.hf",
     "checkpoint.store",
+    "cli.main",
     "data",
     "flags",
     "generate",

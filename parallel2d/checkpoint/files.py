@@ -49,9 +49,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
 class DataFile:
     """A file being written. `add` blocks, then `close`: what it holds is on disk then."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, buffer_bytes: int = 1 << 20) -> None:
         self.path = path
-        self._handle = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  # closed by our own `close`
+        self._handle = open(path, "xb", buffering=buffer_bytes)  # noqa: SIM115  # closed by our own `close`
+        self._failure: OSError | None = None
         self._hash = Hash()
         self._position = 0
         self._awaited, self._found = 0, -1
@@ -63,8 +64,14 @@ class DataFile:
             tensor = tensor.clone()  # torch.save would write the whole storage that this is a view of
         begin = self._position
         self._awaited, self._found = tensor.data_ptr(), begin if tensor.nbytes == 0 else -1
-        with _without_crc32():
-            torch.save(tensor, self)  # type: ignore[arg-type]  # it needs no more than write and flush
+        try:
+            with _without_crc32():
+                torch.save(tensor, self)  # type: ignore[arg-type]  # it needs no more than write and flush
+        except RuntimeError:
+            # torch's own complaint about its unfinished archive would hide that the disk is full.
+            if self._failure:
+                raise self._failure from None
+            raise
         if self._found < 0:
             raise RuntimeError("torch.save wrote a copy of the tensor: its place in the file is not known")
         sizes = tuple(tensor.shape)
@@ -75,7 +82,11 @@ class DataFile:
         """For torch.save."""
         if len(data) and np.frombuffer(data, np.uint8).ctypes.data == self._awaited:
             self._found = self._position
-        self._handle.write(data)
+        try:
+            self._handle.write(data)
+        except OSError as error:
+            self._failure = error
+            raise
         self._hash.update(data)
         self._position += len(data)
         return len(data)

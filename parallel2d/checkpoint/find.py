@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel2d.checkpoint.intact import DamagedCheckpoint, file_faults
-from parallel2d.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
+from parallel2d.checkpoint.manifest import DCP_METADATA_FILE, MANIFEST_FILE, Manifest, read_manifest
 from parallel2d.errors import UserError
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -59,19 +59,23 @@ def checkpoints_in(folder: Path) -> tuple[list[Checkpoint], dict[Path, DamagedCh
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a path is a checkpoint's, be it damaged, and not a run folder's."""
-    return (path / MANIFEST_FILE).is_file() or (path.is_dir() and _NAME.fullmatch(path.name) is not None)
+    if not path.is_dir():
+        return False
+    indexes = (MANIFEST_FILE, DCP_METADATA_FILE)
+    return _NAME.fullmatch(path.name) is not None or any((path / name).exists() for name in indexes)
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest whole one of a run folder."""
+    """The checkpoint that a path means: itself, or the newest one of a run folder, be it damaged.
+
+    An older one in its place would hide that the newest is.
+    """
     if is_checkpoint(path):
         return path
     for folder in (path / "checkpoints", path):
         whole, damaged = checkpoints_in(folder)
-        if whole:
-            return whole[-1].path
-        if damaged:
-            raise next(iter(damaged.values()))
+        if whole or damaged:
+            return max([c.path for c in whole] + list(damaged), key=lambda p: int(p.name[5:]))
     raise UserError(f"{path} is neither a checkpoint (…/step-00000200) nor a run folder that holds one")
 
 

@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel2d.checkpoint.find import Checkpoint, checkpoints_in, is_checkpoint, open_checkpoint, set_aside
 from parallel2d.checkpoint.intact import DamagedCheckpoint
+from parallel2d.checkpoint.manifest import WEIGHTS
 from parallel2d.checkpoint.mismatch import mismatches
 from parallel2d.checkpoint.reader import CheckpointReader
-from parallel2d.checkpoint.state import WEIGHTS, as_chunks, create_optimizer_state, state_tensors
+from parallel2d.checkpoint.state import as_chunks, create_optimizer_state, state_tensors
 from parallel2d.errors import UserError
 
 

@@ -26,6 +26,8 @@ MANIFEST_FILE = "manifest.json"
 DCP_METADATA_FILE = ".metadata"
 FORMAT = 1
 PIECE_BYTES = 4 * 2**20
+# What the names of stored tensors begin with.
+WEIGHTS, OPTIMIZER = "model.", "optimizer."
 
 
 @dataclass(frozen=True)

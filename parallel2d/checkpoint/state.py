@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel2d.checkpoint.chunks import Chunk
-from parallel2d.checkpoint.manifest import StoredTensor
+from parallel2d.checkpoint.manifest import OPTIMIZER, WEIGHTS, StoredTensor
 from parallel2d.fsdp import reshard
 from parallel2d.shards import splits_of
-
-WEIGHTS, OPTIMIZER = "model.", "optimizer."
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:

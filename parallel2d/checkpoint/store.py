@@ -21,10 +21,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel2d.checkpoint.files import write_error
 from parallel2d.checkpoint.find import Checkpoint, checkpoints_in, delete, name_of
-from parallel2d.checkpoint.manifest import Manifest
+from parallel2d.checkpoint.manifest import WEIGHTS, Manifest
 from parallel2d.checkpoint.retention import Retention
 from parallel2d.checkpoint.state import (
-    WEIGHTS,
     HostCopies,
     as_chunks,
     local,

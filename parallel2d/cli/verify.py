@@ -1,11 +1,8 @@
 """`parallel2d verify`: a recipe's configuration, a Hugging Face folder, or one's own model."""
 
 import argparse
-import importlib
 import json
 import math
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +14,7 @@ from torch import Tensor, nn
 
 from parallel2d import launch
 from parallel2d.checkpoint.hf import load_hf, read_config
+from parallel2d.cli.models import import_callable
 from parallel2d.compile import compile_problems
 from parallel2d.config import RunConfig
 from parallel2d.data import Corpus, load_tokens
@@ -153,7 +151,7 @@ def _own(arguments: argparse.Namespace, rest: list[str]) -> tuple[Trial, MeshSha
         )
     if not arguments.batch:
         raise UserError("your own model needs --batch, for example --batch tokens:8,32,256")
-    template = make_template(_import(rest[0]))
+    template = make_template(import_callable(rest[0]))
     batches = [_batch(arguments.batch, step, template[0]) for step in range(arguments.steps)]
     shape = _mesh(*_given_mesh(arguments), lambda _: [])
     return Trial(template, batches, options={}), shape
@@ -204,28 +202,10 @@ def _mesh(dp: int, tp: int, dp_replicate: int, problems: Callable[[MeshShape], l
     return choose_mesh(dp, tp, dp_replicate, world, problems)
 
 
-def _import(name: str) -> Callable[..., Any]:
-    """MODULE:CALLABLE, from the current folder or installed."""
-    module_name, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except ModuleNotFoundError as error:
-        if error.name and not module_name.startswith(error.name):
-            raise
-        raise UserError(f"{name!r}: there is no module {module_name!r} here or installed") from None
-    except (AttributeError, ValueError):
-        raise UserError(f"{name!r} is not MODULE:CALLABLE of something that exists") from None
-    if not callable(found):
-        raise UserError(f"{name!r} is a {type(found).__name__}, not a callable")
-    return found
-
-
 def _batch(spec: str, step: int, model: nn.Module) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a step, by specification or by the user's callable."""
     kind, _, sizes = spec.partition(":")
-    made = _drawn(spec, kind, sizes, step) if kind in ("tokens", "floats") else _import(spec)(step)
+    made = _drawn(spec, kind, sizes, step) if kind in ("tokens", "floats") else import_callable(spec)(step)
     inputs, targets = made if isinstance(made, tuple) else (made, None)
     inputs = inputs.double() if inputs.is_floating_point() else inputs
     return inputs, random_targets(model, inputs, step) if targets is None else targets

@@ -54,10 +54,7 @@ class Trial:
 
 def make_template(make: Callable[[], Model]) -> Model:
     """Model, plan and units in float64, checked; made once, because another call may draw other values."""
-    made = make()
-    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
-        raise UserError(f"the callable returns {type(made).__name__}, not (model, plan, units)")
-    model, plan, units = made
+    model, plan, units = require_model(make())
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             raise UserError(
@@ -68,6 +65,13 @@ def make_template(make: Callable[[], Model]) -> Model:
         raise UserError("the model has no parameter that is trained: there are no gradients to compare")
     model.double().eval()  # dropout off: its masks depend on the mesh
     return model, plan, list(units)
+
+
+def require_model(made: Any) -> Model:
+    """What a user's callable returned, if it is what parallelize takes."""
+    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
+        raise UserError(f"the callable returns {type(made).__name__}, not (model, plan, units)")
+    return made
 
 
 def on_mesh(trial: Trial, mesh: DeviceMesh) -> tuple[nn.Module, Plan]:
