@@ -201,12 +201,17 @@ class StoredBlocks:
         tensor = self.manifest.tensors[name]
         box = box or Box((0,) * len(tensor.shape), tensor.shape)
         out = torch.empty(box.sizes, dtype=tensor.torch_dtype)
+        self.read_into(name, box, out)
+        return out
+
+    def read_into(self, name: str, box: Box, out: Tensor) -> None:
+        """The same, cast, into a tensor of the box's sizes that may be a view, transposed for example."""
+        tensor = self.manifest.tensors[name]
         for piece in self.manifest.pieces(name):
             if (common := box.intersection(piece.box)) is None:
                 continue
             source = self.read_piece(piece, tensor.torch_dtype)
             common.within(box).cut(out).copy_(common.within(piece.box).cut(source))
-        return out
 
 
 def write_error(folder: Path, error: OSError, needed_bytes: int) -> str:
