@@ -13,7 +13,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d import MeshShape, build_mesh, cli, launch
+from parallel2d import MeshShape, build_mesh, launch
+from parallel2d.cli import main as cli
 from parallel2d.local_weights import distribute, local
 from parallel2d.styles import Rowwise, Shard, Vocab
 from parallel2d.verify.compare import verify

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]  # it has no types of its own
 
 from parallel2d.checkpoint.hf_companions import companions_of, config_beside, kept_companions, kept_config
 from parallel2d.checkpoint.hf_files import DTYPES, read_config
