@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,7 +75,8 @@ class _TensorFile:
         return found == dict(self.kinds)
 
     def abandon(self) -> None:
-        self._handle.close()
+        with suppress(OSError):  # on a full disk it tries in vain to write what is left in its buffer
+            self._handle.close()
 
 
 def _header(kinds: Mapping[str, Kind]) -> bytes:
