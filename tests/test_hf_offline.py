@@ -24,6 +24,7 @@ from parallel2d.checkpoint.files import DataFile, StoredBlocks, commit
 from parallel2d.checkpoint.hf import load_hf, read_config, save_hf
 from parallel2d.checkpoint.hf_companions import companions_of, kept_companions
 from parallel2d.checkpoint.hf_offline import export_hf, import_hf
+from parallel2d.checkpoint.hf_write import Kind, write_folder
 from parallel2d.checkpoint.intact import DamagedCheckpoint, file_faults, hash_faults
 from parallel2d.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredBlock, StoredTensor, read_manifest
 from parallel2d.cli.checkpoint_hf import _model_of
@@ -247,7 +248,6 @@ def test_several_dtypes_stay_what_they_are(tmp_path):
         name: p.detach().bfloat16() if "norm" in name or name.endswith(".q.weight") else p.detach()
         for name, p in model.named_parameters()
     }
-    # An odd number of halves before the wide ones would leave these where torch cannot see them as numbers.
     checkpoint(tmp_path / "run" / "a", model, weights=mixed)
     found = exported(tmp_path / "run" / "a", tmp_path / "b")
     assert {t.dtype for t in found.values()} == {torch.bfloat16, torch.float32}
@@ -255,6 +255,19 @@ def test_several_dtypes_stay_what_they_are(tmp_path):
     assert read_config(tmp_path / "b")["torch_dtype"] == "float32"
     imported(tmp_path / "b", tmp_path / "c")
     assert equal(read_all(tmp_path / "c"), {f"model.{name}": t.float() for name, t in mixed.items()})
+
+
+def test_wide_numbers_lie_where_they_are_aligned(tmp_path):
+    """After an odd number of halves torch could not see them as numbers."""
+    given = {"half": torch.ones(3).bfloat16(), "wide": torch.arange(2.0)}
+    kinds = {name: Kind(t.dtype, tuple(t.shape)) for name, t in given.items()}
+    with write_folder(tmp_path / "a", {}, kinds, 5e9) as writer:
+        for name in writer.kinds:
+            writer.add(name, given[name])
+    content = (tmp_path / "a" / FILE).read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    assert json.loads(content[8 : 8 + size])["wide"]["data_offsets"] == [0, 8]
+    assert equal(tensors(tmp_path / "a"), given)
 
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja", "vocab.json")
