@@ -167,7 +167,7 @@ def test_diff_within_a_tolerance(tmp_path, ask):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("show", "nowhere"), "nowhere is not a folder"),
+        (("show", "nowhere"), "nowhere is neither a checkpoint"),
         (("show", "x", "--strange"), "unknown: --strange"),
         (("verify", "x", "--strange"), "unknown: --strange"),
         (("diff", "x", "x", "--strange"), "unknown: --strange"),

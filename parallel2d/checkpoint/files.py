@@ -10,7 +10,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -106,7 +106,9 @@ class DataFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._handle.close()
+        # After a failure, what is still buffered would only fail again.
+        with suppress(OSError) if error else nullcontext():
+            self._handle.close()
 
 
 def _hashes(tensor: Tensor) -> tuple[str, ...]:
@@ -215,20 +217,23 @@ class StoredBlocks:
         tensor = self.manifest.tensors[name]
         box = box or Box((0,) * len(tensor.shape), tensor.shape)
         out = torch.empty(box.sizes, dtype=tensor.torch_dtype)
+        self.read_into(name, box, out)
+        return out
+
+    def read_into(self, name: str, box: Box, out: Tensor) -> None:
+        """The same, cast, into a tensor of the box's sizes that may be a view, transposed for example."""
+        tensor = self.manifest.tensors[name]
         for piece in self.manifest.pieces(name):
             if (common := box.intersection(piece.box)) is None:
                 continue
             source = self.read_piece(piece, tensor.torch_dtype)
             common.within(box).cut(out).copy_(common.within(piece.box).cut(source))
-        return out
 
 
 def write_error(folder: Path, error: OSError, needed_bytes: int) -> str:
-    """One line for people on why a checkpoint could not be written."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    try:
-        free = f"{shutil.disk_usage(folder).free:,} bytes are free"
-    except OSError:
-        free = "the folder is gone"
-    room = f": it needs {needed_bytes:,} bytes and {free}" if full else ""
-    return f"{folder} cannot be written ({error.strerror}){room}"
+    """One line for people on why a checkpoint could not be written to a folder."""
+    told = f"{folder} cannot be written ({error.strerror})"
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return told
+    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+    return f"{told}: it needs {needed_bytes:,} bytes and {shutil.disk_usage(there).free:,} bytes are free"

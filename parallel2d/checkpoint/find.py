@@ -5,7 +5,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel2d.checkpoint.intact import DamagedCheckpoint, file_faults
+from parallel2d.checkpoint.intact import DamagedCheckpoint, file_faults, told
 from parallel2d.checkpoint.manifest import DCP_METADATA_FILE, MANIFEST_FILE, Manifest, read_manifest
 from parallel2d.errors import UserError
 
@@ -33,8 +33,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """DamagedCheckpoint if the manifest is not as it was written, or files are missing, foreign or cut."""
     manifest = read_manifest(path)
     if faults := file_faults(path, manifest.files, besides=MANIFEST_FILE):
-        more = f", and {len(faults) - 10} more" if len(faults) > 10 else ""
-        raise DamagedCheckpoint(f"{path} is damaged: {'; '.join(faults[:10])}{more}")
+        raise DamagedCheckpoint(told(path, faults))
     return Checkpoint(path, manifest)
 
 

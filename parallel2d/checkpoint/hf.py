@@ -5,7 +5,7 @@ Which of our parameters lies where is data, passed in as `names` (models/hf.py m
 into equal parts: the parameter is piece number `part`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel2d.checkpoint.hf_files import StoredTensors, open_folder, read_config, write_folder
+from parallel2d.checkpoint.hf_files import StoredTensors, open_folder, read_config
+from parallel2d.checkpoint.hf_write import Kind, require_new, write_folder
 from parallel2d.collectives import gather_whole
 from parallel2d.errors import UserError
 from parallel2d.fsdp import reshard
-from parallel2d.shards import local_block
+from parallel2d.shards import Box, local_block
 from parallel2d.ties import to_empty
 
 __all__ = ["load_hf", "read_config", "save_hf"]
@@ -50,17 +51,19 @@ def load_hf(folder: Path, model: nn.Module, names: Names, device: torch.device) 
     if buffers := [name for name, _ in model.named_buffers()]:
         raise UserError(f"a Hugging Face folder cannot fill the buffers {', '.join(buffers[:10])}")
     reshard(model)
-    with open_folder(folder) as stored:
-        names = _as_stored(names, stored)
-        _check(folder, model, names, stored)
-        if any(parameter.is_meta for parameter in model.parameters()):
-            to_empty(model, device)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                _fill(parameter, names[name], stored)
+    stored = open_folder(folder)
+    names = as_stored(names, stored)
+    require_model(folder, model, names, stored)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        to_empty(model, device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local, box = local_block(parameter)
+            if local.numel():
+                local.copy_(read_block(stored, names[name], parameter.shape, box))
 
 
-def _as_stored(names: Names, stored: StoredTensors) -> dict[str, Place]:
+def as_stored(names: Names, stored: StoredTensors) -> dict[str, Place]:
     """The same places, without the prefix where the folder leaves it out."""
     found = {}
     for name, (tensor, transpose, part, parts) in names.items():
@@ -70,35 +73,48 @@ def _as_stored(names: Names, stored: StoredTensors) -> dict[str, Place]:
     return found
 
 
-def _check(folder: Path, model: nn.Module, names: Names, stored: StoredTensors) -> None:
-    """One UserError with all that is missing, unexpected or misshapen, and a tie that is none."""
+def require_model(folder: Path, model: nn.Module, names: Names, stored: StoredTensors) -> None:
+    """One UserError with all that is missing, unexpected or misshapen; then one for a tie that is none.
+
+    The model may be on meta. Ties are compared number by number, a few rows at a time.
+    """
     parameters = dict(model.named_parameters())
-    expected = {names[name][0]: _stored_shape(p.shape, names[name]) for name, p in parameters.items()}
+    expected = {names[name][0]: stored_shape(p.shape, names[name]) for name, p in parameters.items()}
     aliases = {place[0] for name, place in names.items() if name not in parameters}
-    faults = {
-        "missing": [f"{n} {list(shape)}" for n, shape in expected.items() if n not in stored.shapes],
-        "unexpected": [
-            f"{n} {list(shape)}"
-            for n, shape in stored.shapes.items()
-            if n not in expected and n not in aliases and not any(fnmatchcase(n, glob) for glob in _IGNORED)
-        ],
-        "of another shape": [
-            f"{n} {list(stored.shapes[n])} instead of {list(shape)}"
-            for n, shape in expected.items()
-            if stored.shapes.get(n, shape) != shape
-        ],
-    }
-    told = [
-        f"{len(found)} {fault}: {', '.join(sorted(found)[:10])}{', …' if len(found) > 10 else ''}"
-        for fault, found in faults.items()
-        if found
-    ]
-    if told:
-        raise UserError("\n".join([f"{folder} does not hold this model's tensors", *told]))
+    ignored = {n for n in stored.shapes if any(fnmatchcase(n, glob) for glob in _IGNORED)}
+    require_tensors(folder, expected, stored.shapes, aliases | ignored)
     _check_ties(model, names, stored)
 
 
-def _stored_shape(shape: torch.Size, place: Place) -> tuple[int, ...]:
+def require_tensors(
+    folder: Path,
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    allowed: Collection[str] = (),
+) -> None:
+    """One UserError with all that is missing, unexpected (if it is not allowed) or of another shape."""
+    faults = {
+        "missing": [f"{n} {list(shape)}" for n, shape in expected.items() if n not in found],
+        "unexpected": [
+            f"{n} {list(shape)}" for n, shape in found.items() if n not in expected and n not in allowed
+        ],
+        "of another shape": [
+            f"{n} {list(found[n])} instead of {list(shape)}"
+            for n, shape in expected.items()
+            if found.get(n, shape) != shape
+        ],
+    }
+    told = [
+        f"{len(names)} {fault}: {', '.join(sorted(names)[:10])}{', …' if len(names) > 10 else ''}"
+        for fault, names in faults.items()
+        if names
+    ]
+    if told:
+        raise UserError("\n".join([f"{folder} does not hold this model's tensors", *told]))
+
+
+def stored_shape(shape: Sequence[int], place: Place) -> tuple[int, ...]:
+    """Shape of the stored tensor of which a parameter of this shape is a part."""
     _, transpose, _, parts = place
     whole = (shape[0] * parts, *shape[1:])
     return whole[::-1] if transpose else whole
@@ -123,16 +139,13 @@ def _equal(one: str, other: str, stored: StoredTensors, rows: int = 1024) -> boo
     )
 
 
-def _fill(parameter: nn.Parameter, place: Place, stored: StoredTensors) -> None:
-    """Read this rank's block of a parameter. No communication."""
+def read_block(stored: StoredTensors, place: Place, shape: Sequence[int], box: Box) -> Tensor:
+    """A block of a parameter of this shape, in the dtype that is stored; a view of the file."""
     tensor, transpose, part, _ = place
-    local, box = local_block(parameter)
-    if not local.numel():
-        return
-    offsets = (box.offsets[0] + part * parameter.shape[0], *box.offsets[1:])
+    offsets = (box.offsets[0] + part * shape[0], *box.offsets[1:])
     order = slice(None, None, -1 if transpose else 1)
     block = stored.read(tensor, offsets[order], box.sizes[order])
-    local.copy_(block.T if transpose else block)
+    return block.T if transpose else block
 
 
 def save_hf(
@@ -145,8 +158,8 @@ def save_hf(
 ) -> None:
     """Write a folder that transformers reads; all ranks call it, rank 0 writes. It is whole or not there.
 
-    One tensor at a time is gathered onto every rank, by one all-gather for each axis that splits it;
-    rank 0 keeps those of one file. Bit by bit what the model holds, if dtype is None or the same.
+    One tensor at a time is gathered onto every rank, by one all-gather for each axis that splits it.
+    Bit by bit what the model holds, if dtype is None or the same.
 
     Args:
         folder: to be made; one with anything in it is refused.
@@ -156,8 +169,7 @@ def save_hf(
         dtype: to cast to; numbers that it cannot hold are refused.
         max_shard_bytes: a file is no larger, unless one tensor alone is.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not an empty folder: export into another one")
+    require_new(folder)
     if dist.is_initialized():
         dist.barrier()  # all have looked before rank 0 makes it
     reshard(model)
@@ -167,23 +179,27 @@ def save_hf(
         pieces.setdefault(tensor, {})[part] = parameter
     transposed = {tensor for tensor, transpose, _, _ in names.values() if transpose}
     dtype = dtype or next(model.parameters()).dtype
-    sizes = {t: sum(p.numel() for p in of.values()) * dtype.itemsize for t, of in pieces.items()}
+    shapes = {names[name][0]: stored_shape(p.shape, names[name]) for name, p in model.named_parameters()}
+    kinds = {tensor: Kind(dtype, shapes[tensor]) for tensor in pieces}
     config = {**config_json, "torch_dtype": str(dtype).removeprefix("torch.")}
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    with write_folder(folder, config, sizes, max_shard_bytes) if writes else nullcontext(_drop) as add:
-        for tensor in sizes:
-            add(tensor, _whole(tensor, pieces[tensor], tensor in transposed, dtype))
+    with write_folder(folder, config, kinds, max_shard_bytes) if writes else nullcontext() as writer:
+        for tensor in kinds:  # all of one dtype: the writer's order is this one
+            whole = _whole(tensor, pieces[tensor], tensor in transposed, dtype)
+            if writer:
+                writer.add(tensor, whole)
     if dist.is_initialized():
         dist.barrier()
-
-
-def _drop(name: str, tensor: Tensor) -> None:
-    """What the ranks that do not write do with a whole tensor."""
 
 
 def _whole(name: str, pieces: Mapping[int, nn.Parameter], transpose: bool, dtype: torch.dtype) -> Tensor:
     """A tensor as it is stored, on every rank. One all-gather per piece and axis that splits it."""
     whole = torch.cat([gather_whole(piece) for _, piece in sorted(pieces.items())]).to(dtype)
-    if not torch.isfinite(whole).all():
-        raise UserError(f"{name} has numbers that are not finite in {dtype}: it was not exported")
+    require_finite(name, whole)
     return (whole.T if transpose else whole).contiguous()
+
+
+def require_finite(name: str, numbers: Tensor) -> None:
+    """UserError if one is NaN or infinite. Takes no memory."""
+    if numbers.numel() and not torch.stack(torch.aminmax(numbers)).isfinite().all():
+        raise UserError(f"{name} has numbers that are not finite in {numbers.dtype}: it is not carried over")

@@ -47,38 +47,48 @@ def open_file(folder: Path, name: str) -> Any:
     return handle
 
 
-def file_faults(folder: Path, files: Mapping[str, StoredFile], besides: str) -> list[str]:
-    """What is wrong with the files of a folder by name and size; their content is not read.
+def file_faults(folder: Path, files: Mapping[str, StoredFile], besides: str) -> dict[str, str]:
+    """{file: what is wrong with it}, by name and size; contents are not read.
 
     `besides`: a name that may be there too.
     """
-    faults = []
-    for name, file in sorted(files.items()):
-        try:
-            status = os.lstat(folder / name)
-        except OSError as error:
-            faults.append(f"{name}: {error.strerror}")
-            continue
-        if not stat.S_ISREG(status.st_mode):
-            faults.append(f"{name}: no plain file")
-        elif status.st_size != file.bytes:
-            faults.append(f"{name}: {status.st_size:,} bytes instead of {file.bytes:,}")
-    present = sorted(path.name for path in folder.iterdir())
-    faults += [f"{name}: not of this checkpoint" for name in present if name not in {*files, besides}]
-    return faults
+    faults = {
+        name: fault for name, file in sorted(files.items()) if (fault := _fault_of(folder / name, file))
+    }
+    try:
+        present = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        raise DamagedCheckpoint(f"{folder} cannot be read: {error.strerror}") from None
+    return faults | {name: "not of this checkpoint" for name in present if name not in {*files, besides}}
+
+
+def _fault_of(path: Path, file: StoredFile) -> str:
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        return str(error.strerror)
+    if not stat.S_ISREG(status.st_mode):
+        return "no plain file"
+    return "" if status.st_size == file.bytes else f"{status.st_size:,} bytes instead of {file.bytes:,}"
 
 
 def hash_faults(folder: Path, files: Mapping[str, StoredFile]) -> Iterator[tuple[str, str]]:
-    """(name, what is wrong or "") for each file, after reading all of it."""
+    """(file, what is wrong with its content or "") for each, after reading all of it."""
     for name in sorted(files):
         try:
             with open_file(folder, name) as handle:
                 found = hash_of_file(handle)
-        except DamagedCheckpoint as error:
+        except (DamagedCheckpoint, OSError) as error:
             yield name, str(error)
         else:
-            expected = files[name].xxh3_128
-            yield name, "" if found == expected else f"{name}: its content was changed (hash {found})"
+            yield name, "" if found == files[name].xxh3_128 else f"its content was changed (hash {found})"
+
+
+def told(folder: Path, faults: Mapping[str, str], shown: int = 10) -> str:
+    """The first faults of a folder's files on one line, for people."""
+    more = f", and {len(faults) - shown} more" if len(faults) > shown else ""
+    each = [f"{name}: {fault}" for name, fault in list(faults.items())[:shown]]
+    return f"{folder} is damaged: {'; '.join(each)}{more}"
 
 
 def hash_of_file(handle: Any) -> str:

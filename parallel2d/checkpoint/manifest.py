@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,11 @@ class Manifest:
         tensor = self.tensors[name]
         for block in tensor.blocks:
             yield from pieces_of(block, tensor.torch_dtype.itemsize, self.piece_bytes)
+
+
+def versions() -> dict[str, str]:
+    """Of what writes a checkpoint now."""
+    return {"parallel2d": version("parallel2d"), "torch": torch.__version__}
 
 
 def piece_rows(sizes: tuple[int, ...], itemsize: int, piece_bytes: int = PIECE_BYTES) -> int:
@@ -228,11 +234,24 @@ def _parse_tensor(
     )
     for block in blocks:
         _require_sound(name, block, shape, dtype.itemsize, files, piece_bytes)
-    if sum(math.prod(block.sizes) for block in blocks) != math.prod(shape):
-        raise ValueError(f"{name}: its blocks do not cover it")
+    if sum(math.prod(block.sizes) for block in blocks) != math.prod(shape) or _overlap(blocks):
+        raise ValueError(f"{name}: its blocks do not cover it once")
     return StoredTensor(
         str(content["dtype"]), shape, {a: _count(d) for a, d in content["split"].items()}, blocks
     )
+
+
+def _overlap(blocks: tuple[StoredBlock, ...]) -> bool:
+    """Whether two blocks have something in common; by dim 0, so that few pairs are looked at."""
+    near: list[Box] = []
+    for box in sorted((Box(b.offsets, b.sizes) for b in blocks), key=lambda box: box.offsets[:1]):
+        near = [
+            other for other in near if not box.sizes or other.offsets[0] + other.sizes[0] > box.offsets[0]
+        ]
+        if any(box.intersection(other) for other in near):
+            return True
+        near.append(box)
+    return False
 
 
 def _require_sound(

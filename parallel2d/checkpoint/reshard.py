@@ -15,9 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parallel2d.checkpoint.files import DataFile, StoredBlocks, bytes_of, commit, write_error
-from parallel2d.checkpoint.intact import DamagedCheckpoint, Hash, StoredFile, file_faults, hash_faults
+from parallel2d.checkpoint.find import open_checkpoint
+from parallel2d.checkpoint.intact import DamagedCheckpoint, Hash, StoredFile, hash_faults
 from parallel2d.checkpoint.layout import Layout
-from parallel2d.checkpoint.manifest import MANIFEST_FILE, OPTIMIZER, Manifest, StoredBlock, read_manifest
+from parallel2d.checkpoint.manifest import (
+    OPTIMIZER,
+    Manifest,
+    StoredBlock,
+    versions,
+)
 from parallel2d.checkpoint.rows import content_hash
 from parallel2d.errors import UserError
 from parallel2d.shards import Box
@@ -74,7 +80,6 @@ def reshard(
     destination: Path,
     mesh: Mapping[str, int],
     layouts: Mapping[str, Layout],
-    versions: Mapping[str, str],
     progress: Progress,
 ) -> Manifest:
     """Write the source's tensors to `destination` as the ranks of another mesh would; its manifest.
@@ -86,7 +91,6 @@ def reshard(
         source: its manifest says which tensors are taken; UserError names what of it is damaged.
         mesh: {axis: size} of the target.
         layouts: of each tensor of the source, on the target.
-        versions: of what writes.
         progress: called with numbers of bytes, `bytes_to_move` in all.
     """
     require_apart(source.folder, destination)
@@ -105,7 +109,7 @@ def reshard(
             manifest = replace(
                 source.manifest,
                 mesh=dict(mesh),
-                versions=dict(versions),
+                versions=versions(),
                 files=files,
                 tensors=tensors,
                 piece_bytes=Manifest.piece_bytes,
@@ -114,7 +118,8 @@ def reshard(
             commit(writing, destination, manifest)
     except OSError as error:
         raise UserError(write_error(destination.parent, error, needed_bytes)) from None
-    return _read_again(destination)
+    # As everybody else will read it.
+    return open_checkpoint(destination).manifest
 
 
 def assign(manifest: Manifest, layouts: Mapping[str, Layout]) -> Assignment:
@@ -171,7 +176,7 @@ def _require_same(written: StoredBlocks, hashes: Mapping[str, str], progress: Pr
     """DamagedCheckpoint unless the files on disk are what was written, and their tensors the source's."""
     for name in written.manifest.files:
         _drop_from_cache(written.folder / name)
-    faults = [fault for _, fault in hash_faults(written.folder, written.manifest.files) if fault]
+    faults = [f"{n}: {fault}" for n, fault in hash_faults(written.folder, written.manifest.files) if fault]
     with written:
         faults += [
             f"{name} is not what the source holds"
@@ -187,14 +192,6 @@ def _drop_from_cache(path: Path) -> None:
     if hasattr(os, "posix_fadvise"):
         with open(path, "rb") as handle:
             os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _read_again(destination: Path) -> Manifest:
-    """The manifest, as everybody else will read it."""
-    manifest = read_manifest(destination)
-    if faults := file_faults(destination, manifest.files, MANIFEST_FILE):
-        raise DamagedCheckpoint("\n".join([f"{destination} is damaged:", *faults]))
-    return manifest
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel2d.checkpoint.files import write_error
 from parallel2d.checkpoint.find import Checkpoint, checkpoints_in, delete, name_of
-from parallel2d.checkpoint.manifest import WEIGHTS, Manifest
+from parallel2d.checkpoint.manifest import WEIGHTS, Manifest, versions
 from parallel2d.checkpoint.retention import Retention
 from parallel2d.checkpoint.state import (
     HostCopies,
@@ -112,7 +111,7 @@ class CheckpointStore:
         facts = Manifest(
             step=step,
             mesh=mesh_of(model),
-            versions={"parallel2d": version("parallel2d"), "torch": torch.__version__},
+            versions=versions(),
             model=class_of(model).__name__,
             optimizer=type(optimizer).__name__,
             trainer=dict(trainer_state),

@@ -1,33 +1,26 @@
 """`parallel2d checkpoint …`: look at checkpoints, check, compare and rewrite them; no GPU, no world."""
 
 import argparse
-import importlib.metadata
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
-from tqdm import tqdm  # type: ignore[import-untyped]  # it has no types of its own
 
 from parallel2d import launch
 from parallel2d.checkpoint.diff import Difference, bytes_to_compare, differences
 from parallel2d.checkpoint.files import StoredBlocks
-from parallel2d.checkpoint.find import find_checkpoint
 from parallel2d.checkpoint.intact import DamagedCheckpoint, StoredFile, file_faults, hash_faults
 from parallel2d.checkpoint.layout import Layout, layouts_of_checkpoint, layouts_of_model
 from parallel2d.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
 from parallel2d.checkpoint.reshard import Source, bytes_to_move, require_apart, reshard, weights_only
 from parallel2d.checkpoint.show import aligned, facts_as_text, facts_of
+from parallel2d.cli.checkpoint_hf import add_export_hf, add_import_hf
+from parallel2d.cli.common import PATH, add_command, found_checkpoint, progress_bar
 from parallel2d.cli.models import MODELS, config_of, make_model, make_users_model
 from parallel2d.errors import UserError
 from parallel2d.mesh import AXES, MeshShape, build_mesh, choose_mesh
 from parallel2d.parallelize import parallelize
 from parallel2d.verify.report import finite
-
-_PATH = "a checkpoint (…/step-00000200), or a run folder, whose newest one is taken"
 
 
 def add_checkpoint(commands: Any) -> None:
@@ -40,31 +33,20 @@ def add_checkpoint(commands: Any) -> None:
     _add_verify(inner)
     _add_diff(inner)
     _add_reshard(inner)
-
-
-def add_command(inner: Any, name: str, run: Callable[[argparse.Namespace], bool], about: str) -> Any:
-    """One of them, which returns whether all is well, and knows all of its flags."""
-
-    def checked(arguments: argparse.Namespace, rest: list[str]) -> bool:
-        if rest:
-            raise UserError(f"unknown: {' '.join(rest)} (see parallel2d checkpoint {name} --help)")
-        return run(arguments)
-
-    parser = inner.add_parser(name, allow_abbrev=False, help=about, description=about)
-    parser.set_defaults(run=checked)
-    return parser
+    add_export_hf(inner)
+    add_import_hf(inner)
 
 
 def _add_show(inner: Any) -> None:
     parser = add_command(inner, "show", _show, "say what a checkpoint holds, from its manifest")
-    parser.add_argument("path", type=Path, help=_PATH)
+    parser.add_argument("path", type=Path, help=PATH)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_verify(inner: Any) -> None:
     about = "read every file and compare its hash: exit 0 if intact, 1 if not, 2 if there is no checkpoint"
     parser = add_command(inner, "verify", _verify, about)
-    parser.add_argument("path", type=Path, help=_PATH)
+    parser.add_argument("path", type=Path, help=PATH)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -73,7 +55,7 @@ def _add_diff(inner: Any) -> None:
         "the largest relative difference of each tensor, max |a - b| / max |b|: exit 1 if one is too large"
     )
     parser = add_command(inner, "diff", _diff, about)
-    parser.add_argument("a", type=Path, help=_PATH)
+    parser.add_argument("a", type=Path, help=PATH)
     parser.add_argument("b", type=Path, help="another one")
     parser.add_argument("--tolerance", type=float, default=0.0, help="what is not too large (default 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -84,7 +66,7 @@ def _add_reshard(inner: Any) -> None:
         "rewrite a checkpoint for another mesh: each of its ranks then reads a file of its own, front to back"
     )
     parser = add_command(inner, "reshard", _reshard, about)
-    parser.add_argument("source", type=Path, help=_PATH)
+    parser.add_argument("source", type=Path, help=PATH)
     parser.add_argument("destination", type=Path, help="a folder that does not exist or is empty")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks of the target (default 1)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
@@ -98,14 +80,14 @@ def _add_reshard(inner: Any) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> bool:
-    path = _found(arguments.path)
+    path = found_checkpoint(arguments.path)
     facts = facts_of(path, read_manifest(path))
     print(json.dumps(facts) if arguments.json else facts_as_text(facts))
     return True
 
 
 def _verify(arguments: argparse.Namespace) -> bool:
-    path = _found(arguments.path)
+    path = found_checkpoint(arguments.path)
     checked: Mapping[str, StoredFile] = {}
     try:
         manifest = read_manifest(path)
@@ -120,15 +102,16 @@ def _verify(arguments: argparse.Namespace) -> bool:
         print(json.dumps({**found, "faults": faults}))
     else:
         intact = f"{path} is intact: {len(checked)} files, {total:,} bytes"
-        print("\n".join([f"{path} is damaged:", *faults.values()]) if faults else intact)
+        lines = [f"{name}: {fault}" for name, fault in faults.items()]
+        print("\n".join([f"{path} is damaged:", *lines]) if faults else intact)
     return not faults
 
 
 def _faults_of_files(path: Path, manifest: Manifest) -> dict[str, str]:
     """{file: what is wrong with it}"""
-    faults = {fault.split(":")[0]: fault for fault in file_faults(path, manifest.files, MANIFEST_FILE)}
+    faults = file_faults(path, manifest.files, MANIFEST_FILE)
     to_read = {name: file for name, file in manifest.files.items() if name not in faults}
-    with _progress("verify", sum(file.bytes for file in to_read.values())) as progress:
+    with progress_bar("verify", sum(file.bytes for file in to_read.values())) as progress:
         for name, fault in hash_faults(path, to_read):
             progress(to_read[name].bytes)
             if fault:
@@ -140,10 +123,10 @@ def _diff(arguments: argparse.Namespace) -> bool:
     tolerance = arguments.tolerance
     if not tolerance >= 0:
         raise UserError(f"--tolerance {tolerance} is no number from 0 on")
-    paths = [_found(arguments.a), _found(arguments.b)]
+    paths = [found_checkpoint(arguments.a), found_checkpoint(arguments.b)]
     first, second = (read_manifest(path) for path in paths)
     with (
-        _progress("diff", bytes_to_compare(first, second)) as progress,
+        progress_bar("diff", bytes_to_compare(first, second)) as progress,
         StoredBlocks(paths[0], first) as a,
         StoredBlocks(paths[1], second) as b,
     ):
@@ -172,7 +155,7 @@ def _diff_as_json(paths: list[Path], found: list[Difference], tolerance: float) 
 
 
 def _reshard(arguments: argparse.Namespace) -> bool:
-    path = _found(arguments.source)
+    path = found_checkpoint(arguments.source)
     require_apart(path, arguments.destination)
     manifest = read_manifest(path)
     shape, layouts = _target(arguments, manifest)
@@ -180,9 +163,8 @@ def _reshard(arguments: argparse.Namespace) -> bool:
         manifest = weights_only(manifest)
     of_all = layouts_of_checkpoint(manifest, layouts)
     mesh = {axis: getattr(shape, axis) for axis in AXES}
-    versions = {"parallel2d": importlib.metadata.version("parallel2d"), "torch": torch.__version__}
-    with _progress("reshard", bytes_to_move(manifest)) as progress:
-        written = reshard(Source(path, manifest), arguments.destination, mesh, of_all, versions, progress)
+    with progress_bar("reshard", bytes_to_move(manifest)) as progress:
+        written = reshard(Source(path, manifest), arguments.destination, mesh, of_all, progress)
     total = sum(file.bytes for file in written.files.values())
     files = f"{len(written.files)} files, {total:,} bytes"
     print(f"{arguments.destination}: step {written.step} for {shape}, {files}")
@@ -214,22 +196,3 @@ def _target(arguments: argparse.Namespace, manifest: Manifest) -> tuple[MeshShap
     with launch.imagined_world(shape.world):
         parallelize(made, build_mesh(shape, "cpu"), plan=plan, units=list(units))
         return shape, layouts_of_model(made, shape.world)
-
-
-def _found(path: Path) -> Path:
-    """The checkpoint that is meant; on stderr, which, if that was not said."""
-    found = find_checkpoint(path)
-    if found != path:
-        print(f"newest checkpoint of {path}: {found}", file=sys.stderr)
-    return found
-
-
-@contextmanager
-def _progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, if that is a terminal; takes numbers of bytes."""
-    with tqdm(desc=what, total=total_bytes, unit="B", unit_scale=True, disable=None) as bar:
-
-        def advance(count: int) -> None:
-            bar.update(count)
-
-        yield advance
