@@ -179,6 +179,7 @@ def save_all(shape: MeshShape, device: torch.device, arguments: argparse.Namespa
     state, folder = state_tensors(model, optimizer), arguments.dir
     meter, stall = Meter("save, 4×2", state), Meter("save, 4×2", state)
     with CheckpointStore(folder / "async", background=True, tell=lambda line: None) as in_background:
+        in_background.reserve(model, optimizer)
         for turn in range(arguments.repeats):
             fresh(folder / "raw", folder / "ours", folder / "dcp", folder / "whole.pt")
             meter.run("disk", lambda: write_raw(folder / "raw", state))

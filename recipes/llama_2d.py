@@ -106,7 +106,6 @@ def train(
     optimizer = build_optimizer(model, optim.lr, (optim.beta1, optim.beta2), optim.weight_decay)
     resumed = resume and load_newest(resume, model, optimizer, checkpoints(config))
     start = Progress.of(resumed, corpus)
-
     micro_batch = config.data.micro_batch_of(shape.dp)
     monitor = open_monitor(config, model, shape, device, start)
     if dist.get_rank() == 0:
@@ -220,6 +219,8 @@ def fit(
             monitor.say(table(expected_ledger(config, model, mesh), observer.ledger))
         done = Progress(done.step + 1, done.position + data.global_batch, done.tokens_seen + stats.tokens)
         monitor.end_step(done.step, stats, lr, done.tokens_seen)
+        if done.step == start.step + 1:
+            store.reserve(model, optimizer)
         store.poll()
 
         last = done.step == config.steps

@@ -17,7 +17,7 @@ from parallel2d.checkpoint.intact import DamagedCheckpoint
 from parallel2d.checkpoint.manifest import WEIGHTS
 from parallel2d.checkpoint.mismatch import mismatches
 from parallel2d.checkpoint.reader import CheckpointReader
-from parallel2d.checkpoint.state import as_chunks, create_optimizer_state, state_tensors
+from parallel2d.checkpoint.state import as_chunks, create_optimizer_state, shares_of, state_tensors
 from parallel2d.errors import UserError
 
 
@@ -48,7 +48,10 @@ def load_checkpoint(
         raise UserError("\n".join([f"{checkpoint.path} holds other tensors than this model", *left]))
     fitting = {n: t for n, t in state.items() if n in stored and stored[n].shape == ours[n]}
     try:
-        dcp.load(as_chunks(fitting), storage_reader=CheckpointReader(checkpoint.path, checkpoint.manifest))
+        dcp.load(
+            as_chunks(fitting, shares_of(fitting)),
+            storage_reader=CheckpointReader(checkpoint.path, checkpoint.manifest),
+        )
     except CheckpointException as caught:
         damage = [error for error, _ in caught.failures.values() if isinstance(error, DamagedCheckpoint)]
         if not damage:

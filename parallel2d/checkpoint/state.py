@@ -22,9 +22,10 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     """
     reshard(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    state: dict[str, Tensor] = {f"{WEIGHTS}{name}": p.detach() for p, name in names.items()}
-    persistent = model.state_dict(keep_vars=True)
-    state |= {f"{WEIGHTS}{name}": b for name, b in model.named_buffers() if name in persistent}
+    state: dict[str, Tensor] = {f"{WEIGHTS}{name}": p for p, name in names.items()}
+    if buffers := dict(model.named_buffers()):
+        persistent = model.state_dict(keep_vars=True)
+        state |= {f"{WEIGHTS}{name}": b for name, b in buffers.items() if name in persistent}
     for parameter, name in names.items() if optimizer else ():
         values = optimizer.state.get(parameter, {}) if optimizer else {}
         state |= {f"{OPTIMIZER}{name}.{key}": value for key, value in values.items()}
@@ -54,14 +55,15 @@ def create_optimizer_state(
         )
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's share; of a plain tensor all."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+@torch.no_grad()
+def shares_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank holds of each tensor; of a plain one all. Not copies."""
+    # Without gradients to_local is a look-up, which matters while training waits.
+    return {n: t.to_local() if isinstance(t, DTensor) else t.detach() for n, t in state.items()}
 
 
-def as_chunks(state: Mapping[str, Tensor], shares: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-    """A state dict for DCP. `shares`: to be stored instead of the tensors' own (copies of them)."""
-    shares = shares or {name: local(tensor) for name, tensor in state.items()}
+def as_chunks(state: Mapping[str, Tensor], shares: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A state dict for DCP, of the tensors' shares or copies of them."""
     return {n: Chunk(t, shares[n]) if isinstance(t, DTensor) else shares[n] for n, t in state.items()}
 
 
@@ -87,35 +89,46 @@ class HostCopies:
     """Copies of a rank's shares in host memory, which is kept and used again for the next ones."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._copies: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def take(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies that the next call overwrites."""
-        places, total = {}, 0
-        for name, share in shares.items():
-            places[name] = total
-            total += -(-share.nbytes // 64) * 64
+        if not self._fit(shares):
+            self.reserve(shares)
+        copies = {name: self._copies[name] for name in shares}
         on_cuda = any(share.is_cuda for share in shares.values())
-        if total > self._memory.nbytes:
-            self._memory = _memory(total, pinned=on_cuda)
-        copies = {name: self._part(places[name], share) for name, share in shares.items()}
         # Many at once, where they lie on the same device.
         torch._foreach_copy_(list(copies.values()), list(shares.values()), non_blocking=on_cuda)
         if on_cuda:
             torch.cuda.synchronize()
         return copies
 
-    def _part(self, start: int, like: Tensor) -> Tensor:
-        """A tensor whose storage is its part of the memory alone, as torch.save wants it."""
-        if not like.nbytes:
-            return torch.empty_like(like, device="cpu")
-        data = self._memory.numpy()[start : start + like.nbytes]
-        return torch.frombuffer(data, dtype=like.dtype).view(like.shape)
+    def _fit(self, shares: Mapping[str, Tensor]) -> bool:
+        held = ((self._copies.get(name), share) for name, share in shares.items())
+        return all(c is not None and c.shape == s.shape and c.dtype == s.dtype for c, s in held)
+
+    def reserve(self, like: Mapping[str, Tensor]) -> None:
+        """Get the memory for copies of such tensors, and have the system give it: that is what takes time."""
+        starts, total = [], 0
+        for share in like.values():
+            starts.append(total)
+            total += -(-share.nbytes // 64) * 64
+        memory = _memory(total, pinned=any(share.is_cuda for share in like.values())).zero_()
+        named = zip(like.items(), starts, strict=True)
+        self._copies = {name: _part(memory, start, share) for (name, share), start in named}
+
+
+def _part(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """A tensor whose storage is its part of the memory alone, as torch.save wants it."""
+    if not like.nbytes:
+        return torch.empty_like(like, device="cpu")
+    data = memory.numpy()[start : start + like.nbytes]
+    return torch.frombuffer(data, dtype=like.dtype).view(like.shape)
 
 
 def _memory(size: int, pinned: bool) -> Tensor:
     if pinned:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    # numpy asks the kernel for huge pages, without which the first copy takes four times as long.
+    # numpy asks the kernel for huge pages.
     return torch.from_numpy(np.empty(size, dtype=np.uint8))

@@ -25,8 +25,8 @@ from parallel2d.checkpoint.retention import Retention
 from parallel2d.checkpoint.state import (
     HostCopies,
     as_chunks,
-    local,
     mesh_of,
+    shares_of,
     split_of,
     state_tensors,
 )
@@ -76,6 +76,7 @@ class CheckpointStore:
         # The thread's collectives must not meet those of training.
         self._group = dist.new_group(backend="gloo") if background else None
         self._pending: Future[Saved] | None = None
+        self._reserved: Future[None] | None = None
         self._last_error = ""
 
     def __enter__(self) -> "CheckpointStore":
@@ -93,6 +94,15 @@ class CheckpointStore:
         """The newest whole checkpoint."""
         whole, _ = checkpoints_in(self.folder)
         return whole[-1] if whole else None
+
+    def reserve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Get the memory for copies while training goes on, so that the first save need not wait for it.
+
+        To be called when the optimizer has its state, after the first update. No communication.
+        """
+        if self._thread and self._copies:
+            shares = shares_of(state_tensors(model, optimizer))
+            self._reserved = self._thread.submit(self._copies.reserve, shares)
 
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, trainer_state: Mapping[str, Any]
@@ -118,8 +128,10 @@ class CheckpointStore:
             files={},
             tensors={},
         )
-        shares = {name: local(tensor) for name, tensor in state.items()}
+        shares = shares_of(state)
         if self._thread and self._copies:
+            if self._reserved:
+                self._reserved.result()
             shares = self._copies.take(shares)
             self._pending = self._thread.submit(self._write, final, facts, state, shares, began)
         else:
