@@ -1,6 +1,6 @@
 """Hugging Face's words for our models: config.json to and from our configurations, and tensor names.
 
-Pure functions on plain data; parallel2d/checkpoint/hf.py reads and writes the files. What a
+Pure functions on plain data; parallel2d/hf/weights.py reads and writes the files. What a
 config.json asks for and these models do not compute is refused by name, never passed over.
 """
 

@@ -26,7 +26,7 @@ TEXT = ("--data.path", str(ROOT / "README.md"))
 
 _context = multiprocessing.get_context("forkserver")
 _ROOMS = (
-    "checkpoint.hf",
+    "hf.weights",
     "checkpoint.store",
     "cli.main",
     "data",

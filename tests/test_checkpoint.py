@@ -102,7 +102,7 @@ def load_with_a_layer_more(folder: str) -> str:
 def test_names_must_match(tmp_path):
     run_ranks(1, save, MeshShape(), str(tmp_path))
     for message in run_ranks(2, load_with_a_layer_more, str(tmp_path)):
-        assert "15 missing" in message and "unknown" not in message and "blocks.1.attention.k" in message
+        assert "15 missing" in message and "unexpected" not in message and "blocks.1.attention.k" in message
 
 
 def save_and_die(folder: str, moment: str) -> None:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from parallel2d import MeshShape, build_mesh, launch, parallelize
-from parallel2d.checkpoint.hf import load_hf, read_config, save_hf
 from parallel2d.fsdp import inference
+from parallel2d.hf.weights import load_hf, read_config, save_hf
 from parallel2d.loss import VocabShard, gather_vocab
 from parallel2d.verify.hf import compare, read_expected
 from tests.ranks import ROOT, run_ranks

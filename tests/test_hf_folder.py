@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from parallel2d import UserError
-from parallel2d.checkpoint.hf import load_hf, read_config, save_hf
+from parallel2d.hf.weights import load_hf, read_config, save_hf
 from tests.test_hf import CPU, EXPORTED, SMALL, filled
 
 

@@ -19,15 +19,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from parallel2d import UserError
-from parallel2d.checkpoint import hf_offline
 from parallel2d.checkpoint.files import DataFile, StoredBlocks, commit
-from parallel2d.checkpoint.hf import load_hf, read_config, save_hf
-from parallel2d.checkpoint.hf_companions import companions_of, kept_companions
-from parallel2d.checkpoint.hf_offline import export_hf, import_hf
-from parallel2d.checkpoint.hf_write import Kind, write_folder
 from parallel2d.checkpoint.intact import DamagedCheckpoint, file_faults, hash_faults
 from parallel2d.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredBlock, StoredTensor, read_manifest
 from parallel2d.cli.checkpoint_hf import _model_of
+from parallel2d.hf import offline as hf_offline
+from parallel2d.hf.companions import companions_of, kept_companions
+from parallel2d.hf.offline import export_hf, import_hf
+from parallel2d.hf.weights import load_hf, read_config, save_hf
+from parallel2d.hf.write import Kind, write_folder
 from parallel2d.shards import Box, share_of
 from parallel2d.verify.hf import read_expected
 from tests.ranks import ROOT, try_ranks

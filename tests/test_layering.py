@@ -24,6 +24,7 @@ LAYERS = [
         "optim",
     },
     {"flags", "step", "generate", "parallelize", "checkpoint", "metrics", "ledger", "summary"},
+    {"hf"},
     {"verify"},
     {"cli"},
 ]

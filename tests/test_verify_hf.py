@@ -11,7 +11,7 @@ from parallel2d.models.llama import Llama, LlamaConfig
 from safetensors.torch import load_file, save_file
 
 from parallel2d import init_weights
-from parallel2d.checkpoint.hf import save_hf
+from parallel2d.hf.weights import save_hf
 from parallel2d.verify.hf import ask_transformers
 from tests.ranks import try_ranks
 from tests.test_hf import oracles  # noqa: F401  # a fixture

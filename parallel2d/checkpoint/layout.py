@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel2d.checkpoint.manifest import OPTIMIZER, WEIGHTS, Manifest
+from parallel2d.checkpoint.mismatch import mismatches
 from parallel2d.errors import UserError
 from parallel2d.shards import Box, local_box, splits_of
 
@@ -68,26 +69,22 @@ def layouts_of_checkpoint(manifest: Manifest, of_model: Mapping[str, Layout]) ->
     """{name: layout} of everything a checkpoint holds: optimizer state of a parameter's shape lies as the
     parameter does, the rest (step counts) on rank 0. UserError if it is not a checkpoint of the model.
     """
-    stored = {name for name in manifest.tensors if name.startswith(WEIGHTS)}
-    found, unknown = {}, sorted(stored - of_model.keys())
+    owners = {name: _weight_of(name) for name in manifest.tensors}
+    expected = {name: layout.shape for name, layout in of_model.items()}
+    weights = {name: tensor.shape for name, tensor in manifest.tensors.items() if owners[name] == name}
+    strays = {name: manifest.tensors[name].shape for name, owner in owners.items() if owner not in of_model}
+    if told := mismatches(expected, weights | strays):
+        raise UserError("\n".join(["the checkpoint holds other tensors than the model", *told]))
+    found = {}
     for name, tensor in manifest.tensors.items():
-        layout = of_model.get(name)
-        if name.startswith(OPTIMIZER):
-            parameter, _, _ = name.removeprefix(OPTIMIZER).rpartition(".")
-            layout = of_model.get(WEIGHTS + parameter)
-            if layout is None:
-                unknown.append(name)
-            elif layout.shape != tensor.shape:
-                layout = _whole(tensor.shape, (0,))
-        elif layout is not None and layout.shape != tensor.shape:
-            raise UserError(
-                f"{name} is {list(tensor.shape)} in the checkpoint, {list(layout.shape)} in the model"
-            )
-        found[name] = layout or _whole(tensor.shape, (0,))
-    missing = sorted(of_model.keys() - stored)
-    if missing or unknown:
-        raise UserError(
-            f"the checkpoint holds other tensors than the model: {len(missing)} missing {missing[:10]}, "
-            f"{len(unknown)} unknown {unknown[:10]}"
-        )
+        layout = of_model[owners[name]]
+        found[name] = layout if layout.shape == tensor.shape else _whole(tensor.shape, (0,))
     return found
+
+
+def _weight_of(name: str) -> str:
+    """The weight that an entry of optimizer state is of; another tensor is its own."""
+    if not name.startswith(OPTIMIZER):
+        return name
+    parameter, _, _ = name.removeprefix(OPTIMIZER).rpartition(".")
+    return WEIGHTS + parameter

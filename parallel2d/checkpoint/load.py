@@ -26,7 +26,7 @@ def load_checkpoint(
 ) -> str:
     """Read weights and optimizer state in place; all ranks call it. Returns what `partial` left, or "".
 
-    Strict: a tensor that is missing, unknown or of another shape is one UserError, the same on every
+    Strict: a tensor that is missing, unexpected or of another shape is one UserError, the same on every
     rank, before a number changes. `partial` reads the weights that fit, and no optimizer state. Nor is
     there any to read in a checkpoint of weights only. Numbers are cast to the dtypes of this run.
 

@@ -9,7 +9,7 @@ def mismatches(expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequen
     """A line for each kind of difference: its count and the first ten, with shapes. [] if there is none."""
     faults = {
         "missing": [f"{n} {list(s)}" for n, s in expected.items() if n not in found],
-        "unknown": [f"{n} {list(s)}" for n, s in found.items() if n not in expected],
+        "unexpected": [f"{n} {list(s)}" for n, s in found.items() if n not in expected],
         "of another shape": [
             f"{n} {list(found[n])} instead of {list(s)}"
             for n, s in expected.items()

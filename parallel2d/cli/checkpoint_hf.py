@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from parallel2d.checkpoint.hf_companions import companions_of, config_beside, kept_companions, kept_config
-from parallel2d.checkpoint.hf_files import DTYPES, read_config
-from parallel2d.checkpoint.hf_offline import export_hf, import_hf
 from parallel2d.checkpoint.manifest import WEIGHTS, Manifest, read_manifest
 from parallel2d.cli.common import PATH, add_command, found_checkpoint, progress_bar
 from parallel2d.cli.models import MODELS, config_of, make_model
 from parallel2d.errors import UserError
+from parallel2d.hf.companions import companions_of, config_beside, kept_companions, kept_config
+from parallel2d.hf.folder import DTYPES, read_config
+from parallel2d.hf.offline import export_hf, import_hf
 from parallel2d.models.hf import CannotCarry, from_hf, hf_names, to_hf
 
 _AS_STORED = "as-stored"

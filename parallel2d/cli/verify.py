@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel2d import launch
-from parallel2d.checkpoint.hf import load_hf, read_config
 from parallel2d.cli.models import import_callable
 from parallel2d.compile import compile_problems
 from parallel2d.config import RunConfig
@@ -22,6 +21,7 @@ from parallel2d.errors import UserError
 from parallel2d.flags import load_config
 from parallel2d.freeze import freeze
 from parallel2d.fsdp import Precision
+from parallel2d.hf.weights import load_hf, read_config
 from parallel2d.mesh import MeshShape, build_mesh, choose_mesh
 from parallel2d.models.hf import CannotCarry, from_hf, hf_names
 from parallel2d.models.llama import PRESETS, Llama, LlamaConfig

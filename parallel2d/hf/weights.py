@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel2d.checkpoint.hf_files import StoredTensors, open_folder, read_config
-from parallel2d.checkpoint.hf_write import Kind, require_new, write_folder
+from parallel2d.checkpoint.mismatch import mismatches
 from parallel2d.collectives import gather_whole
 from parallel2d.errors import UserError
 from parallel2d.fsdp import reshard
+from parallel2d.hf.folder import StoredTensors, open_folder, read_config
+from parallel2d.hf.write import Kind, require_new, write_folder
 from parallel2d.shards import Box, local_block
 from parallel2d.ties import to_empty
 
@@ -93,23 +94,8 @@ def require_tensors(
     allowed: Collection[str] = (),
 ) -> None:
     """One UserError with all that is missing, unexpected (if it is not allowed) or of another shape."""
-    faults = {
-        "missing": [f"{n} {list(shape)}" for n, shape in expected.items() if n not in found],
-        "unexpected": [
-            f"{n} {list(shape)}" for n, shape in found.items() if n not in expected and n not in allowed
-        ],
-        "of another shape": [
-            f"{n} {list(found[n])} instead of {list(shape)}"
-            for n, shape in expected.items()
-            if found.get(n, shape) != shape
-        ],
-    }
-    told = [
-        f"{len(names)} {fault}: {', '.join(sorted(names)[:10])}{', …' if len(names) > 10 else ''}"
-        for fault, names in faults.items()
-        if names
-    ]
-    if told:
+    known = {name: shape for name, shape in found.items() if name in expected or name not in allowed}
+    if told := mismatches(expected, known):
         raise UserError("\n".join([f"{folder} does not hold this model's tensors", *told]))
 
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from parallel2d.checkpoint.durable import sync, write_text
 from parallel2d.checkpoint.files import bytes_of, write_error
-from parallel2d.checkpoint.hf_files import CONFIG_FILE, DTYPES, INDEX_FILE, SINGLE_FILE
 from parallel2d.checkpoint.intact import Hash, hash_of_file
 from parallel2d.errors import UserError
+from parallel2d.hf.folder import CONFIG_FILE, DTYPES, INDEX_FILE, SINGLE_FILE
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -14,19 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from parallel2d.checkpoint.files import DataFile, StoredBlocks, commit, write_error
-from parallel2d.checkpoint.hf import (
-    Names,
-    Place,
-    as_stored,
-    read_block,
-    require_finite,
-    require_model,
-    require_tensors,
-    stored_shape,
-)
-from parallel2d.checkpoint.hf_companions import Companion, copy_to_folder, keep
-from parallel2d.checkpoint.hf_files import StoredTensors, open_folder
-from parallel2d.checkpoint.hf_write import Kind, require_new, temporary, write_folder
 from parallel2d.checkpoint.intact import DamagedCheckpoint, StoredFile, file_faults, told
 from parallel2d.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -38,6 +25,19 @@ from parallel2d.checkpoint.manifest import (
     versions,
 )
 from parallel2d.errors import UserError
+from parallel2d.hf.companions import Companion, copy_to_folder, keep
+from parallel2d.hf.folder import StoredTensors, open_folder
+from parallel2d.hf.weights import (
+    Names,
+    Place,
+    as_stored,
+    read_block,
+    require_finite,
+    require_model,
+    require_tensors,
+    stored_shape,
+)
+from parallel2d.hf.write import Kind, require_new, temporary, write_folder
 from parallel2d.shards import Box
 
 _BUFFER_BYTES = 128 * 2**20

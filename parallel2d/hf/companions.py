@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel2d.checkpoint.hf_files import CONFIG_FILE, read_config
 from parallel2d.checkpoint.intact import DamagedCheckpoint, Hash, StoredFile, open_file
 from parallel2d.checkpoint.manifest import Manifest
 from parallel2d.errors import UserError
+from parallel2d.hf.folder import CONFIG_FILE, read_config
 
 _PATTERNS = (
     "tokenizer*.json",

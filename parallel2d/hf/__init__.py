@@ -1,0 +1,1 @@
+"""Hugging Face folders: their files, and weights from and to them, on a mesh or without one."""
