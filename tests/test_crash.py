@@ -1,17 +1,28 @@
-"""kill -9 at any moment of a run: what is left is whole, and the run that goes on is the undisturbed one."""
+"""A crash at any moment: what is left is whole, and the run that goes on is the undisturbed one."""
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from parallel2d.checkpoint.find import checkpoints_in, name_of
+from parallel2d import MeshShape, launch
+from parallel2d.checkpoint import files, find
+from parallel2d.checkpoint import store as stores
+from parallel2d.checkpoint.find import checkpoints_in, name_of, open_checkpoint
+from parallel2d.checkpoint.retention import Retention
+from parallel2d.checkpoint.store import CheckpointStore
 from tests.ranks import RECIPE, TINY_RUN, Outcome, _recipe_main, run_recipe, try_ranks
+from tests.test_checkpoint import build
 
 STEPS = 10
 FLAGS = (*TINY_RUN, "--dp", "2", "--checkpoint.every", "1", "--checkpoint.keep", "2", "--steps", str(STEPS))
@@ -111,3 +122,84 @@ def test_twenty_kills(tmp_path, undisturbed, read_metrics):
         assert_same_curve(out, undisturbed, read_metrics)
     print(fell)
     assert fell.total() == 20 and min(fell[phase] for phase in ("before", "within", "after")) >= 3
+
+
+def save_twice_and_die(folder: str, victim: int, point: str) -> None:
+    """`victim` dies at a point of the second save, which replaces the first."""
+    with launch.world(2, "cpu", 60):
+        model, optimizer = build(MeshShape(1, 2, 1))
+        store = CheckpointStore(Path(folder), Retention(last=1))
+        for step in (1, 2):
+            for parameter in model.parameters():
+                parameter.detach().fill_(step)
+            if step == 2 and dist.get_rank() == victim:
+                POINTS[point]()
+            store.save(step, model, optimizer, {})
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_after(act: Callable[..., Any], times: int = 1) -> Callable[..., Any]:
+    calls = iter(range(times, -1, -1))
+
+    def last_act(*arguments: Any, **options: Any) -> Any:
+        act(*arguments, **options)
+        return die() if next(calls) == 1 else None
+
+    return last_act
+
+
+def die_at_block(number: int) -> None:
+    add, calls = files.DataFile.add, iter(range(number + 1))
+    files.DataFile.add = lambda *a: die() if next(calls) == number else add(*a)  # type: ignore[method-assign]
+
+
+# What is replaced in the process that dies, by the point at which it dies.
+POINTS: dict[str, Callable[[], object]] = {
+    "before the first block": lambda: die_at_block(0),
+    "after some blocks": lambda: die_at_block(3),
+    "before DCP's index": lambda: setattr(files, "dcp_metadata", die),
+    "before the manifest": lambda: setattr(files, "write_text", die),
+    "after the manifest": lambda: setattr(files, "write_text", die_after(files.write_text)),
+    "before the rename": lambda: setattr(Path, "rename", die),
+    "after the rename": lambda: setattr(Path, "rename", die_after(Path.rename)),
+    "before the deletion": lambda: setattr(stores, "delete", die),
+    "within the deletion": lambda: setattr(shutil, "rmtree", die),
+    "after the deletion": lambda: setattr(stores, "delete", die_after(find.delete)),
+}
+
+
+@pytest.mark.parametrize(
+    ("victim", "point", "left"),
+    [
+        (0, "before the first block", [1]),
+        (1, "after some blocks", [1]),
+        pytest.param(0, "before DCP's index", [1], marks=pytest.mark.slow),
+        (0, "before the manifest", [1]),
+        pytest.param(0, "after the manifest", [1], marks=pytest.mark.slow),
+        (0, "before the rename", [1]),
+        (0, "after the rename", [1, 2]),
+        pytest.param(0, "before the deletion", [1, 2], marks=pytest.mark.slow),
+        (0, "within the deletion", [2]),
+        pytest.param(0, "after the deletion", [2], marks=pytest.mark.slow),
+    ],
+)
+def test_a_crash_leaves_the_old_set_or_the_new_one(tmp_path, victim, point, left):
+    outcomes = try_ranks(2, save_twice_and_die, str(tmp_path), victim, point)
+    assert outcomes[victim].exitcode == -signal.SIGKILL
+    assert [c.step for c in checkpoints_in(tmp_path)[0]] == left
+    # A whole folder has no such name: something is half done wherever the crash was within a save.
+    between = ("after the rename", "before the deletion", "after the deletion")
+    assert bool(list(tmp_path.glob("*.tmp"))) == (point not in between)
+    find.remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name_of(step) for step in left]
+    for step in left:
+        assert all((weight == step).all() for weight in weights_of(tmp_path / name_of(step)))
+
+
+def weights_of(path: Path) -> list[torch.Tensor]:
+    manifest = open_checkpoint(path).manifest
+    with files.StoredBlocks(path, manifest) as stored:
+        return [stored.read(name) for name in manifest.tensors]

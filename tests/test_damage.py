@@ -1,33 +1,28 @@
-"""A checkpoint that is not what was written is named, or loads the very numbers; nothing in it is executed."""
+"""A checkpoint that is not what was written is named, or loads its very numbers; nothing is executed."""
 
-import json
 import os
 import pickle
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from parallel2d.models.llama import LlamaConfig
 
 from parallel2d import MeshShape, UserError, launch
-from parallel2d.checkpoint import manifest as manifests
-from parallel2d.checkpoint.find import checkpoints_in, open_checkpoint
+from parallel2d.checkpoint.find import open_checkpoint
 from parallel2d.checkpoint.intact import DamagedCheckpoint, Hash
 from parallel2d.checkpoint.load import load_checkpoint
-from parallel2d.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from parallel2d.checkpoint.manifest import read_manifest
 from parallel2d.checkpoint.store import CheckpointStore
-from tests.ranks import TINY_RUN, run_ranks, run_recipe
+from tests.ranks import run_ranks
+from tests.spoils import BOMB, SPOILS, Bomb, a_forged_fact, rename_a_file, sealed
 from tests.test_checkpoint import build, whole
 
 TINY = LlamaConfig(vocab_size=13, width=8, num_layers=1, num_heads=2, num_kv_heads=1, ffn_width=6)
 NAME = "step-00000001"
-# The environment variable that names the folder which an unpickled bomb makes.
-BOMB = "PARALLEL2D_TEST_BOMB"
 
 
 def save_tiny(folder: str, shape: MeshShape) -> None:
@@ -44,189 +39,6 @@ def good(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("good")
     run_ranks(2, save_tiny, str(folder), MeshShape(1, 2, 1))
     return folder / NAME
-
-
-class Bomb:
-    """Runs on being unpickled."""
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (os.environ[BOMB],)
-
-
-# Each takes the checkpoint's folder and dice, spoils something, and returns a file that must be named.
-Spoil = Callable[[Path, random.Random], str]
-
-
-def some_file(folder: Path, dice: random.Random) -> Path:
-    return dice.choice(sorted(folder.iterdir()))
-
-
-def flip_a_bit(folder: Path, dice: random.Random) -> str:
-    path = some_file(folder, dice)
-    data = bytearray(path.read_bytes())
-    data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-    path.write_bytes(data)
-    return path.name
-
-
-def truncate(folder: Path, dice: random.Random) -> str:
-    path = some_file(folder, dice)
-    os.truncate(path, dice.randrange(path.stat().st_size))
-    return path.name
-
-
-def extend(folder: Path, dice: random.Random) -> str:
-    path = some_file(folder, dice)
-    with path.open("ab") as handle:
-        handle.write(dice.randbytes(dice.randrange(1, 9)))
-    return path.name
-
-
-def empty(folder: Path, dice: random.Random) -> str:
-    path = some_file(folder, dice)
-    path.write_bytes(b"")
-    return path.name
-
-
-def remove(folder: Path, dice: random.Random) -> str:
-    path = some_file(folder, dice)
-    path.unlink()
-    return path.name
-
-
-def rename(folder: Path, dice: random.Random) -> str:
-    path = some_file(folder, dice)
-    path.rename(path.with_name(path.name + "x"))
-    return path.name
-
-
-def swap(folder: Path, dice: random.Random) -> str:
-    one, other = dice.sample(sorted(folder.iterdir()), 2)
-    one.rename(folder / "aside")
-    other.rename(one)
-    (folder / "aside").rename(other)
-    return MANIFEST_FILE if MANIFEST_FILE in (one.name, other.name) else ""
-
-
-def a_foreign_file(folder: Path, dice: random.Random) -> str:
-    name = dice.choice(["__9_0.distcp", "x y.txt", ".hidden", "model.safetensors"])
-    (folder / name).write_bytes(dice.randbytes(5))
-    return name
-
-
-def a_pickle(folder: Path, dice: random.Random) -> str:
-    path = some_file(folder, dice)
-    path.write_bytes(pickle.dumps(Bomb()))
-    return path.name
-
-
-def a_pickle_of_the_same_size(folder: Path, dice: random.Random) -> str:
-    path = dice.choice(sorted(folder.glob("*.distcp")))
-    bomb, size = pickle.dumps(Bomb()), path.stat().st_size
-    path.write_bytes(bomb + bytes(size - len(bomb)))
-    return path.name
-
-
-def a_link(folder: Path, dice: random.Random) -> str:
-    """To the very same content, elsewhere."""
-    path = some_file(folder, dice)
-    elsewhere = folder.with_name("elsewhere")
-    elsewhere.mkdir(exist_ok=True)
-    shutil.move(path, elsewhere / path.name)
-    path.symlink_to(elsewhere / path.name)
-    return path.name
-
-
-def a_pipe(folder: Path, dice: random.Random) -> str:
-    path = some_file(folder, dice)
-    path.unlink()
-    os.mkfifo(path)
-    return path.name
-
-
-def a_folder(folder: Path, dice: random.Random) -> str:
-    path = some_file(folder, dice)
-    path.unlink()
-    path.mkdir()
-    return path.name
-
-
-def a_key_twice(folder: Path, dice: random.Random) -> str:
-    path = folder / MANIFEST_FILE
-    text = path.read_text().replace('"step": 1,', f'"step": {dice.randrange(9)},\n"step": 1,', 1)
-    path.write_text(text)
-    return MANIFEST_FILE
-
-
-def other_words(folder: Path, dice: random.Random) -> str:
-    path = folder / MANIFEST_FILE
-    junk = ["{", "null", "[1]", '"x"', "{}", "[" * 10**5, '{"content": {}}', "\x00", "1e999", "9" * 5000]
-    path.write_text(dice.choice(junk))
-    return MANIFEST_FILE
-
-
-SPOILS: list[Spoil] = [
-    flip_a_bit,
-    truncate,
-    extend,
-    empty,
-    remove,
-    rename,
-    swap,
-    a_foreign_file,
-    a_pickle,
-    a_pickle_of_the_same_size,
-    a_link,
-    a_pipe,
-    a_folder,
-    a_key_twice,
-    other_words,
-]
-
-
-def sealed(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Edit the manifest's content and give it the right hash again, as a forger would."""
-    path = folder / MANIFEST_FILE
-    content = json.loads(path.read_text())["content"]
-    change(content)
-    path.write_text(json.dumps({"xxh3_128": manifests._hash_of(content), "content": content}))
-
-
-JUNK = [
-    None,
-    -1,
-    0,
-    7,
-    2**70,
-    True,
-    1.5,
-    float("nan"),
-    "",
-    "x",
-    "\ud800",
-    "../x",
-    "/etc/passwd",
-    [],
-    [[]],
-    {},
-]
-JUNK += [{"x": 1}, "complex64", "dtype", "float32", [2**70, 0], ["0", 0]]
-
-
-def a_forged_fact(folder: Path, dice: random.Random) -> str:
-    """Some value somewhere in the manifest is another one."""
-
-    def change(content: dict[str, Any]) -> None:
-        here: Any = content
-        while True:
-            key = dice.choice(sorted(here) if isinstance(here, dict) else range(len(here)))
-            if not (isinstance(here[key], dict | list) and here[key]) or dice.random() < 0.1:
-                break
-            here = here[key]
-        here[key] = dice.choice(JUNK)
-
-    sealed(folder, change)
-    return ""
 
 
 class Reader:
@@ -299,13 +111,6 @@ def test_a_forged_manifest_is_refused_or_read_as_numbers(good, tmp_path):
     assert Counter(outcome == "same" for outcome in found)[False] > 100
 
 
-def rename_a_file(content: dict[str, Any], name: str) -> None:
-    content["files"][name] = content["files"].pop("__0_0.distcp")
-    for tensor in content["tensors"].values():
-        for block in tensor["blocks"]:
-            block["file"] = name if block["file"] == "__0_0.distcp" else block["file"]
-
-
 @pytest.mark.parametrize(
     "name", ["../outside", "/etc/passwd", "a/b", "", ".", "..", "\ud800", "x" * 300, "\0"]
 )
@@ -361,55 +166,3 @@ def test_what_one_rank_finds_all_ranks_say(good, tmp_path, shape):
     (folder / "__1_0.distcp").write_bytes(data)
     messages = run_ranks(2, load_on_two, str(folder), shape)
     assert messages[0] == messages[1] and "__1_0.distcp is damaged: bytes" in messages[0]
-
-
-@pytest.fixture(scope="module")
-def run_of_4(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("straight") / "run"
-    assert (
-        run_recipe(1, *TINY_RUN, "--steps", "4", "--checkpoint.every", "1", "--out", str(out))[0].exitcode
-        == 0
-    )
-    return out
-
-
-def spoil_newest(checkpoints: Path, count: int) -> list[str]:
-    names = sorted((path.name for path in checkpoints.iterdir()), reverse=True)[:count]
-    for name in names:
-        block = next(iter(read_manifest(checkpoints / name).tensors.values())).blocks[0]
-        data = bytearray((checkpoints / name / block.file).read_bytes())
-        data[block.start] ^= 1
-        (checkpoints / name / block.file).write_bytes(data)
-    return names
-
-
-def test_auto_falls_back_says_so_and_saves_that_step_again(run_of_4, tmp_path, read_metrics):
-    out = tmp_path / "run"
-    shutil.copytree(run_of_4, out)
-    spoil_newest(out / "checkpoints", 1)
-    flags = ["--steps", "5", "--checkpoint.every", "1", "--checkpoint.keep", "0", "--out", str(out)]
-    outcomes = run_recipe(2, "--dp", "2", *TINY_RUN, *flags)
-    assert [o.exitcode for o in outcomes] == [0, 0], outcomes
-    said = outcomes[0].stdout
-    assert "step-00000004/__0_0.distcp is damaged: bytes" in said and "passed over" in said
-    assert "step-00000004 is now step-00000004.damaged" in said and "after step 3 of" in said
-    whole, damaged = checkpoints_in(out / "checkpoints")
-    assert [c.step for c in whole] == [2, 3, 4, 5] and not damaged
-    assert (out / "checkpoints/step-00000004.damaged").is_dir()
-    straight, again = read_metrics(run_of_4), read_metrics(out)
-    assert again[4]["loss"] == pytest.approx(straight[4]["loss"], rel=1e-9)
-
-
-@pytest.mark.parametrize("choice", ["auto", "step-00000004"])
-def test_without_an_intact_one_nothing_is_trained(run_of_4, tmp_path, choice):
-    out = tmp_path / "run"
-    shutil.copytree(run_of_4, out)
-    names = spoil_newest(out / "checkpoints", 3 if choice == "auto" else 1)
-    before = (out / "metrics.jsonl").read_text()
-    resume = choice if choice == "auto" else str(out / "checkpoints" / choice)
-    flags = ["--steps", "5", "--checkpoint.resume", resume, "--out", str(out)]
-    (outcome,) = run_recipe(1, *TINY_RUN, *flags)
-    assert outcome.exitcode == 2 and "no checkpoint is intact" in outcome.stderr
-    assert all(f"{name}/__0_0.distcp is damaged" in outcome.stderr for name in names)
-    assert (out / "metrics.jsonl").read_text() == before
-    assert not list((out / "checkpoints").glob("*.damaged"))
