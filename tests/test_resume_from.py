@@ -1,6 +1,7 @@
 """Where a run goes on, what it refuses to mix, and what it takes of a model that is another one."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -115,6 +116,11 @@ def test_partial_takes_what_fits_and_begins_anew(straight, tmp_path, read_metric
     assert "missing: model.blocks.1." in taken.stdout and "optimizer." not in taken.stdout
     assert f"start     step 0, with the weights of {straight}/checkpoints/step-00000002" in taken.stdout
     assert list(read_metrics(tmp_path)) == [1]
+    # config.yaml still says where the run began, which the command for going on overrules.
+    (command,) = {line for line in taken.stdout.splitlines() if "--steps 2" in line and "--dp" not in line}
+    assert f"--config {tmp_path}/config.yaml" in command
+    (again,) = run_recipe(1, *shlex.split(command)[2:])
+    assert again.exitcode == 0 and "after step 1 of" in again.stdout, again.stderr
     manifest = read_manifest(tmp_path / "checkpoints" / name_of(1))
     assert manifest.trainer["step"] == 1 and manifest.trainer["position"] == 4
 

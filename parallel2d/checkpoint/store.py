@@ -167,12 +167,12 @@ class CheckpointStore:
         try:
             dcp.save(as_chunks(state, shares), storage_writer=writer, process_group=self._group)
         except CheckpointException as caught:
-            error = self._why(caught, state)
-        if dist.get_rank() == 0:
-            if error:
+            if dist.get_rank() == 0:
+                # First, for what is then told to be free.
                 shutil.rmtree(writing, ignore_errors=True)
-            else:
-                note = self._delete_old(final)
+            error = self._why(caught, state)
+        if dist.get_rank() == 0 and not error:
+            note = self._delete_old(final)
         return Saved(final, time.perf_counter() - began, error, note)
 
     def _why(self, caught: CheckpointException, state: Mapping[str, Tensor]) -> str:
