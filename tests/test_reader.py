@@ -105,7 +105,7 @@ SHAPES_OF_4 = [
 
 def save_and_load_odd(folder: str, seeds: range) -> list[tuple[str, Traffic, int]]:
     """Random models from a random mesh to another; (meshes, what this rank did, stored bytes)."""
-    use_small_pieces(96, 1000)
+    use_small_pieces(256, 1000)
     found = []
     with launch.world(4, "cpu", 60):
         for seed in seeds:
@@ -132,13 +132,14 @@ def save_and_load_odd(folder: str, seeds: range) -> list[tuple[str, Traffic, int
     return found
 
 
-def test_random_sizes_meshes_and_dtypes_bit_for_bit(tmp_path):
-    for of_ranks in zip(*run_ranks(4, save_and_load_odd, str(tmp_path), range(10)), strict=True):
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 24), marks=pytest.mark.slow)], ids=str)
+def test_random_sizes_meshes_and_dtypes_bit_for_bit(tmp_path, seeds):
+    for of_ranks in zip(*run_ranks(4, save_and_load_odd, str(tmp_path), seeds), strict=True):
         meshes, stored = of_ranks[0][0], of_ranks[0][2]
         traffic = [of_rank[1] for of_rank in of_ranks]
         assert sum(t.read for t in traffic) == stored, meshes
         for one in traffic:
-            # A piece of 96 bytes goes to 3 others at most.
+            # A piece of 256 bytes goes to 3 others at most.
             assert max([*one.sent, *one.received], default=0) <= 1000, meshes
             assert len(one.sent) == len(traffic[0].sent)
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel2d.models.llama import LlamaConfig
+from torch import nn
 
-from parallel2d import MeshShape, UserError, launch
+from parallel2d import MeshShape, UserError, build_mesh, init_weights, launch, parallelize
 from parallel2d.checkpoint import files, find, writer
 from parallel2d.checkpoint import store as stores
 from parallel2d.checkpoint.files import StoredBlocks
 from parallel2d.checkpoint.find import Checkpoint, checkpoints_in, name_of, open_checkpoint, remove_leftovers
+from parallel2d.checkpoint.load import load_checkpoint
 from parallel2d.checkpoint.manifest import Manifest
 from parallel2d.checkpoint.retention import VAL_LOSS, Retention
 from parallel2d.checkpoint.store import CheckpointStore
@@ -181,6 +183,35 @@ def test_an_old_one_that_cannot_be_deleted_ends_no_run(tmp_path):
     assert "step-00000002" in told[1] and "an older one cannot be deleted" in told[1]
     (left,) = checkpoints_in(tmp_path)[0]
     assert left.step == 3 and left.manifest.trainer == {"of epochs": {"9": 0.5, "10": 0.25}}
+
+
+class Small(nn.Module):
+    """Too small for three ranks: the last one has a share of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2, bias=False)
+
+
+def save_shares_of_nothing(folder: str) -> None:
+    with launch.world(3, "cpu", 60) as device:
+        with torch.device("meta"):
+            model = Small()
+        parallelize(model, build_mesh(MeshShape(1, 3, 1), "cpu"), plan={}, units=[])
+        init_weights(model, device, 0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for background in (False, True):
+            with CheckpointStore(Path(folder), background=background) as store:
+                store.save(1 + background, model, optimizer, {})
+        dist.barrier()
+        load_checkpoint(store.latest(), model, optimizer)
+
+
+def test_a_rank_that_has_nothing_saves_and_loads_it(tmp_path):
+    run_ranks(3, save_shares_of_nothing, str(tmp_path))
+    assert (
+        stored(tmp_path / name_of(1)).keys() == stored(tmp_path / name_of(2)).keys() == {"model.layer.weight"}
+    )
 
 
 def of_steps(*steps: int, **val_losses: float) -> list[Checkpoint]:
