@@ -107,8 +107,8 @@ def forge_and_load(good: str, scratch: str, count: int) -> list[str]:
 
 def test_a_forged_manifest_is_refused_or_read_as_numbers(good, tmp_path):
     """A forger can give other numbers; no other exception, no hang, nothing outside the folder."""
-    (found,) = run_ranks(1, forge_and_load, str(good), str(tmp_path), 200)
-    assert Counter(outcome == "same" for outcome in found)[False] > 100
+    (found,) = run_ranks(1, forge_and_load, str(good), str(tmp_path), 100)
+    assert Counter(outcome == "same" for outcome in found)[False] > 50
 
 
 @pytest.mark.parametrize(
