@@ -5,6 +5,7 @@ import math
 import resource
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ class Monitor:
         self.lines = _continue_lines(folder / "metrics.jsonl", run.start_step).open("a", buffering=1)
         self.steps_since, self.tokens_since, self.seconds_since = 0, 0, 0.0
         self.began = 0.0
+        self.told_of_failure = False
 
     def begin_step(self) -> None:
         self.began = time.perf_counter()
@@ -137,15 +139,22 @@ class Monitor:
 
     def close(self) -> None:
         if self.enabled:
-            self.board.close()
-            self.lines.close()
+            for file in (self.board, self.lines):
+                with suppress(OSError):  # was told
+                    file.close()
 
     def _write(self, step: int, values: dict[str, float | None]) -> None:
-        # json writes floats so that they read back to the same bits.
-        self.lines.write(json.dumps({"step": step, **values}) + "\n")
-        for name, value in values.items():
-            if value is not None:
-                self.board.add_scalar(name, value, step)
+        try:
+            # json writes floats so that they read back to the same bits.
+            self.lines.write(json.dumps({"step": step, **values}) + "\n")
+            for name, value in values.items():
+                if value is not None:
+                    self.board.add_scalar(name, value, step)
+        except OSError as error:
+            # A full disk costs a run its curves and not itself.
+            if not self.told_of_failure:
+                self.say(f"NOT written  curves from step {step} on: {error.strerror}; the run goes on")
+            self.told_of_failure = True
 
 
 def _continue_lines(path: Path, start_step: int) -> Path:

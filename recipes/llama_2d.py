@@ -122,7 +122,8 @@ def train(
     show_sample(config, mesh, model, corpus, device, monitor)
     others = [s for s in mesh_shapes(shape.world) if s != shape and not problems(config, s)]
     nearest = sorted(others, key=lambda s: abs(s.tp - shape.tp))[:1]
-    monitor.say(next_commands(config.out, 2 * config.steps, [(s.dp, s.tp) for s in nearest]))
+    meshes, resume = [(s.dp, s.tp) for s in nearest], config.checkpoint.resume
+    monitor.say(next_commands(config.out, 2 * config.steps, meshes, resume))
     monitor.close()
     if held:
         held.close()

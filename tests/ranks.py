@@ -23,6 +23,11 @@ ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "llama_2d.py"
 # A text that is read sooner than the standard library's.
 TEXT = ("--data.path", str(ROOT / "README.md"))
+# A run whose steps take no time, for what happens between them.
+_TINY = """--precision.param float64 --model.width 32 --model.num_layers 1 --model.num_heads 2
+    --model.num_kv_heads 2 --model.ffn_width 48 --data.seq_len 16 --data.global_batch 4
+    --log.every 1 --log.val_every 0 --log.val_batches 1 --log.sample_tokens 0"""
+TINY_RUN = (*TEXT, *_TINY.split())
 
 _context = multiprocessing.get_context("forkserver")
 _ROOMS = (

@@ -1,6 +1,5 @@
 """Every tensor of a checkpoint, weights and moments, is the same on any mesh that loads it."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +9,7 @@ from parallel2d.models.llama import Llama, LlamaConfig
 from torch.distributed.tensor import DTensor
 
 from parallel2d import MeshShape, UserError, build_mesh, launch, parallelize
-from parallel2d.checkpoint import files
-from parallel2d.checkpoint.find import checkpoints_in, remove_leftovers
 from parallel2d.checkpoint.load import load_checkpoint
-from parallel2d.checkpoint.retention import Retention
 from parallel2d.checkpoint.state import state_tensors
 from parallel2d.checkpoint.store import CheckpointStore
 from parallel2d.fsdp import Precision
@@ -103,34 +99,6 @@ def test_names_must_match(tmp_path):
     run_ranks(1, save, MeshShape(), str(tmp_path))
     for message in run_ranks(2, load_with_a_layer_more, str(tmp_path)):
         assert "15 missing" in message and "unexpected" not in message and "blocks.1.attention.k" in message
-
-
-def save_and_die(folder: str, moment: str) -> None:
-    """Rank 0 is killed in the second save, when it calls `moment`."""
-    with launch.world(2, "cpu", 60):
-        shape = MeshShape(1, 2, 1)
-        model, optimizer = build(shape)
-        store = CheckpointStore(Path(folder), Retention(last=1))
-        update(model, optimizer)
-        store.save(1, model, optimizer, {"model": {}})
-        if torch.distributed.get_rank() == 0:
-            setattr(files, moment, die)
-        store.save(2, model, optimizer, {"model": {}})
-
-
-def die(*_: object) -> None:
-    os._exit(9)
-
-
-@pytest.mark.parametrize("moment", ["write_text", "sync", "Hash"])
-def test_a_crash_while_saving_leaves_the_old_one(tmp_path, moment):
-    outcomes = try_ranks(2, save_and_die, str(tmp_path), moment)
-    assert outcomes[0].exitcode == 9
-    assert [c.step for c in checkpoints_in(tmp_path)[0]] == [1]
-    assert (tmp_path / "step-00000002.tmp").exists()
-    remove_leftovers(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001"]
-    run_ranks(1, load, MeshShape(), str(tmp_path))
 
 
 def test_a_checkpoint_is_never_overwritten(tmp_path):

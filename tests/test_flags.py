@@ -166,3 +166,21 @@ def test_dtypes_follow_the_device(load):
 )
 def test_a_model_that_does_not_fit(fields, tp, message):
     assert message in "\n".join(LlamaConfig(**fields).problems(tp))
+
+
+def test_async_is_a_word_of_python_and_still_a_key(load, tmp_path, capsys):
+    """As a flag, in YAML, in --print_config and in what a run writes down."""
+    assert load().checkpoint.async_ is True
+    assert load("--checkpoint.async", "false").checkpoint.async_ is False
+    config = write(tmp_path, "checkpoint: {async: false, keep_every: 5, keep_best: 2}\n")
+    given = load("--config", config)
+    assert (given.checkpoint.async_, given.checkpoint.keep_every, given.checkpoint.keep_best) == (False, 5, 2)
+    assert load("--config", config, "--checkpoint.async", "true").checkpoint.async_ is True
+    dumped = dump_config(given)
+    assert "  async: false\n" in dumped and "async_" not in dumped
+    assert load("--config", write(tmp_path, dumped)) == given
+    with pytest.raises(SystemExit):
+        load("--checkpoint.async", "false", "--print_config")
+    printed = capsys.readouterr().out
+    assert "  async: false\n" in printed and "async_" not in printed
+    assert load("--config", write(tmp_path, printed)).checkpoint.async_ is False

@@ -41,6 +41,7 @@ def test_a_restarted_run_continues_its_curves(tmp_path, read_metrics):
     assert [p.name for p in out.iterdir() if p.is_dir()].count("tensorboard") == 1
     board = events(out)
     scalars = {"loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "memory_gib", "val_loss"}
+    scalars |= {"checkpoint_stall_s"}
     assert set(board.Tags()["scalars"]) == scalars
     points = board.Scalars("loss")
     assert [p.step for p in points] == [1, 2, 3, 4, 5, 6, 7]
@@ -99,3 +100,14 @@ def test_flops_per_token_counts_every_matrix_product():
 def test_peak_and_memory():
     assert peak_flops(CPU) is None
     assert 0.01 < memory_gib(CPU) < 1000
+
+
+def test_a_full_disk_costs_the_curves_and_not_the_run(tmp_path, capsys):
+    run = Run(start_step=0, total_steps=6, flops_per_token=10, device=CPU, world=2)
+    monitor = Monitor(tmp_path, run, every=2, config_text="x: 1\n", rank=0)
+    monitor.lines.close()
+    monitor.lines = open("/dev/full", "a", buffering=1)  # noqa: SIM115  # closed by the monitor
+    monitor.validation(1, 0.5)
+    monitor.validation(2, 0.5)
+    monitor.close()
+    assert capsys.readouterr().out.count("NOT written  curves from step 1 on: No space left on device") == 1

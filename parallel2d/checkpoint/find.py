@@ -9,7 +9,7 @@ from parallel2d.checkpoint.intact import DamagedCheckpoint, file_faults, told
 from parallel2d.checkpoint.manifest import DCP_METADATA_FILE, MANIFEST_FILE, Manifest, read_manifest
 from parallel2d.errors import UserError
 
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-([0-9]{8,})")
 _SET_ASIDE = ".damaged"
 
 
@@ -29,6 +29,10 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_in_name(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
     """DamagedCheckpoint if the manifest is not as it was written, or files are missing, foreign or cut."""
     manifest = read_manifest(path)
@@ -42,17 +46,17 @@ def checkpoints_in(folder: Path) -> tuple[list[Checkpoint], dict[Path, DamagedCh
     whole: list[Checkpoint] = []
     damaged: dict[Path, DamagedCheckpoint] = {}
     for path in folder.iterdir() if folder.is_dir() else ():
-        if not (match := _NAME.fullmatch(path.name)):
+        if not _NAME.fullmatch(path.name):
             continue
         try:
             checkpoint = open_checkpoint(path)
-            if checkpoint.step != int(match[1]):
+            if checkpoint.step != step_in_name(path):
                 raise DamagedCheckpoint(f"{path} is damaged: it holds step {checkpoint.step}")
         except DamagedCheckpoint as error:
             damaged[path] = error
         else:
             whole.append(checkpoint)
-    newest_first = sorted(damaged, key=lambda path: int(path.name[5:]), reverse=True)
+    newest_first = sorted(damaged, key=step_in_name, reverse=True)
     return sorted(whole, key=lambda c: c.step), {path: damaged[path] for path in newest_first}
 
 
@@ -96,4 +100,4 @@ def remove_leftovers(folder: Path) -> None:
     """Delete what an interrupted save or deletion left; for one process, when no save runs."""
     for path in folder.glob("step-*.tmp") if folder.is_dir() else ():
         if _NAME.fullmatch(path.stem):
-            path.unlink() if path.is_file() else shutil.rmtree(path)
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

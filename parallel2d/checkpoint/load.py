@@ -12,7 +12,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from parallel2d.checkpoint.find import Checkpoint, checkpoints_in, is_checkpoint, open_checkpoint, set_aside
+from parallel2d.checkpoint.find import (
+    Checkpoint,
+    checkpoints_in,
+    is_checkpoint,
+    open_checkpoint,
+    set_aside,
+    step_in_name,
+)
 from parallel2d.checkpoint.intact import DamagedCheckpoint
 from parallel2d.checkpoint.manifest import WEIGHTS
 from parallel2d.checkpoint.mismatch import mismatches
@@ -127,11 +134,13 @@ def resume_from(
     else:
         resume = None if choice == "never" else _at(Path(choice), partial)
     goes_on = resume and whole and resume.candidates[0].path.resolve() == whole[-1].path.resolve()
-    if (whole or damaged) and not goes_on:
-        newest = max([c.path for c in whole] + list(damaged), key=lambda path: path.name)
+    # With its weights alone a run begins at step 0, and comes to the steps that are there already.
+    if (whole or damaged) and not (resume and goes_on and resume.step == whole[-1].step):
+        newest = max([c.path for c in whole] + list(damaged), key=step_in_name)
+        remedy = "" if choice == "auto" else ", or --checkpoint.resume auto"
         raise UserError(
             f"{out} holds checkpoints up to {newest.name}, which a run with --checkpoint.resume {choice} "
-            f"would overwrite: use another --out, or --checkpoint.resume auto"
+            f"would overwrite: use another --out{remedy}"
         )
     if resume and not partial:
         _require_same_model(resume.candidates[0], model_config)
@@ -160,7 +169,8 @@ def _newest_of(folder: Path, partial: bool) -> Resume | None:
 def _require_same_model(checkpoint: Checkpoint, model_config: Mapping[str, Any]) -> None:
     # As JSON has it: a tuple is a list there.
     ours = json.loads(json.dumps(dict(model_config)))
-    theirs = checkpoint.manifest.trainer.get("model") or {}
+    theirs = checkpoint.manifest.trainer.get("model")
+    theirs = theirs if isinstance(theirs, dict) else {}
     differ = [f"{k} {theirs.get(k)} there, {v} here" for k, v in ours.items() if theirs.get(k) != v]
     if differ:
         raise UserError(
@@ -191,7 +201,7 @@ def load_newest(resume: Resume, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def _set_aside(damaged: list[Path], than: Checkpoint) -> list[str]:
-    newer = [path for path in damaged if path.name > than.path.name]
+    newer = [path for path in damaged if step_in_name(path) > than.step]
     if newer and dist.get_rank() == 0:
         for path in newer:
             set_aside(path)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from parallel2d.checkpoint.intact import DamagedCheckpoint, Hash, StoredFile, open_file
+from parallel2d.errors import UserError
 from parallel2d.shards import Box
 
 MANIFEST_FILE = "manifest.json"
@@ -173,18 +174,25 @@ def _hash_of(content: Any) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint; DamagedCheckpoint if it is missing or not as it was written."""
+    """The manifest of a checkpoint; DamagedCheckpoint if it is missing or not as it was written.
+
+    UserError if a later version wrote it.
+    """
     path = folder / MANIFEST_FILE
     try:
         with open_file(folder, MANIFEST_FILE) as handle:
             text = json.loads(handle.read())
-    except (ValueError, RecursionError) as error:
+        sound = isinstance(text, dict) and _hash_of(text.get("content")) == text.get("xxh3_128")
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
-    if not isinstance(text, dict) or _hash_of(text.get("content")) != text.get("xxh3_128"):
+    if not sound:
         raise DamagedCheckpoint(f"{path} is damaged: its content does not have its hash")
     content = text["content"]
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or type(content.get("format")) is not int or content["format"] < FORMAT:
         raise DamagedCheckpoint(f"{path} is not of format {FORMAT}")
+    if content["format"] > FORMAT:
+        # Not damaged: who passes it over goes back in time and gives its name away.
+        raise UserError(f"{path} is of format {content['format']}, and this version reads {FORMAT}: upgrade")
     try:
         manifest = _parse(content)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
@@ -197,6 +205,7 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
     for name in files:
         if name in (".", "..", MANIFEST_FILE) or any(bad in name for bad in "/\\\0"):
             raise ValueError(f"{name!r} is no file of the checkpoint's folder")
+        name.encode()  # JSON can spell half characters, which no file has in its name
     piece_bytes = _count(content["piece_bytes"])
     tensors = {name: _parse_tensor(name, t, files, piece_bytes) for name, t in content["tensors"].items()}
     if not isinstance(content["trainer"], dict):
@@ -273,7 +282,8 @@ def _require_sound(
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
+    # torch counts in 64 bits.
+    if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{value!r} is no count")
     return value
 

@@ -4,6 +4,7 @@ A checkpoint is a folder `step-00000200`. It is written as `step-00000200.tmp` a
 ranks are done: a folder without `.tmp` is whole.
 """
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -38,11 +39,15 @@ from parallel2d.launch import say
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save ended: `error` is "" or why there is no checkpoint; seconds from the call to the rename."""
+    """How a save ended: `error` is "" or why there is no checkpoint; seconds from the call to the rename.
+
+    `note`: what else went wrong, on rank 0.
+    """
 
     path: Path
     seconds: float
     error: str
+    note: str
 
 
 class CheckpointStore:
@@ -124,7 +129,8 @@ class CheckpointStore:
             versions=versions(),
             model=class_of(model).__name__,
             optimizer=type(optimizer).__name__,
-            trainer=dict(trainer_state),
+            # As it will be read back, where keys are strings; and not to change while it is written.
+            trainer=json.loads(json.dumps(dict(trainer_state))),
             files={},
             tensors={},
         )
@@ -154,7 +160,7 @@ class CheckpointStore:
         if saved.error:
             self.tell(f"NOT saved  {saved.path}: {saved.error}; the run goes on with the checkpoints it has")
         else:
-            self.tell(f"saved {saved.path} in {saved.seconds:.1f} s")
+            self.tell(f"saved {saved.path} in {saved.seconds:.1f} s{saved.note}")
 
     def _write(
         self,
@@ -169,17 +175,17 @@ class CheckpointStore:
         splits = {name: split_of(tensor) for name, tensor in state.items()}
         weights = [share for name, share in shares.items() if name.startswith(WEIGHTS)]
         writer = CheckpointWriter(writing, final, facts, splits, must_be_finite=weights)
-        error = ""
+        error, note = "", ""
         try:
             dcp.save(as_chunks(state, shares), storage_writer=writer, process_group=self._group)
         except CheckpointException as caught:
-            error = self._why(caught, state)
-        if dist.get_rank() == 0:
-            if error:
+            if dist.get_rank() == 0:
+                # First, for what is then told to be free.
                 shutil.rmtree(writing, ignore_errors=True)
-            else:
-                self._delete_old(final)
-        return Saved(final, time.perf_counter() - began, error)
+            error = self._why(caught, state)
+        if dist.get_rank() == 0 and not error:
+            note = self._delete_old(final)
+        return Saved(final, time.perf_counter() - began, error, note)
 
     def _why(self, caught: CheckpointException, state: Mapping[str, Tensor]) -> str:
         """One line on the first rank's failure; what is no failure of the disk or of the weights is a bug."""
@@ -190,11 +196,16 @@ class CheckpointStore:
             return str(error)
         raise caught
 
-    def _delete_old(self, newest: Path) -> None:
-        found, _ = checkpoints_in(self.folder)
-        for checkpoint in self.retention.expendable(found):
-            if checkpoint.path != newest and not self._is_resumed_from(checkpoint):
-                delete(checkpoint.path)
+    def _delete_old(self, newest: Path) -> str:
+        """Returns "" or why something stayed, which is no reason to end a run."""
+        try:
+            found, _ = checkpoints_in(self.folder)
+            for checkpoint in self.retention.expendable(found):
+                if checkpoint.path != newest and not self._is_resumed_from(checkpoint):
+                    delete(checkpoint.path)
+        except (OSError, UserError) as error:
+            return f"; an older one cannot be deleted ({error})"
+        return ""
 
     def _is_resumed_from(self, checkpoint: Checkpoint) -> bool:
         return self._resumed_from is not None and checkpoint.path.resolve() == self._resumed_from.resolve()

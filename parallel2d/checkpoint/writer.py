@@ -51,9 +51,9 @@ class CheckpointWriter(StorageWriter):
         """DCP calls it where it is given another place than ours."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        # The largest of absolute values is not finite if one of them is not.
-        largest = torch._foreach_norm([t for t in self.must_be_finite if t.is_floating_point()], torch.inf)
-        if not all(math.isfinite(norm) for norm in largest):
+        # The largest of absolute values is not finite if one of them is not. An empty share has none.
+        weights = [t for t in self.must_be_finite if t.is_floating_point() and t.numel()]
+        if weights and not all(math.isfinite(norm) for norm in torch._foreach_norm(weights, torch.inf)):
             raise UserError("weights are not finite: go on from the last checkpoint with a lower lr")
         if is_coordinator:
             if self.writing.exists():
