@@ -39,14 +39,11 @@ def lock(out: Path) -> IO[str]:
     return handle
 
 
-def next_commands(out: str, steps: int, meshes: Sequence[tuple[int, int]], resume: str) -> str:
+def next_commands(out: str, steps: int, meshes: Sequence[tuple[int, int]]) -> str:
     """What to type next: go on until `steps`, on this mesh and on others (dp, tp), and look at the curves."""
     out = shlex.quote(out)
     # Where the environment is not activated, its commands need their folder.
     folder = "" if shutil.which("torchrun") else os.path.relpath(Path(sys.executable).parent) + "/"
     go_on = f"{folder}torchrun {shlex.quote(sys.argv[0])} --config {out}/config.yaml --steps {steps}"
-    if resume != "auto":
-        # What the run began with, its config.yaml says; it goes on with its own checkpoints.
-        go_on += " --checkpoint.resume auto --checkpoint.partial false"
     other_mesh = [f"{go_on} --dp {dp} --tp {tp} --dp_replicate 1" for dp, tp in meshes]
     return "\n  ".join(["next", go_on, *other_mesh, f"{folder}tensorboard --logdir {out}"])

@@ -122,8 +122,7 @@ def train(
     show_sample(config, mesh, model, corpus, device, monitor)
     others = [s for s in mesh_shapes(shape.world) if s != shape and not problems(config, s)]
     nearest = sorted(others, key=lambda s: abs(s.tp - shape.tp))[:1]
-    meshes, resume = [(s.dp, s.tp) for s in nearest], config.checkpoint.resume
-    monitor.say(next_commands(config.out, 2 * config.steps, meshes, resume))
+    monitor.say(next_commands(config.out, 2 * config.steps, [(s.dp, s.tp) for s in nearest]))
     monitor.close()
     if held:
         held.close()
@@ -143,15 +142,15 @@ class Progress:
             return cls()
         state = resumed.checkpoint.manifest.trainer
         # In other data, or in another order of it, the old position would mean nothing.
-        position = state["position"] if state["data"] == corpus.fingerprint() else 0
-        return cls(resumed.checkpoint.step, position, state["tokens_seen"])
+        position = state.get("position", 0) if state.get("data") == corpus.fingerprint() else 0
+        return cls(resumed.checkpoint.step, position, state.get("tokens_seen", 0))
 
 
 def described_start(resumed: Resumed | None, corpus: Corpus) -> str:
     if resumed is None:
         return "start     from nothing"
     lines = [*(f"note      {note}" for note in resumed.notes), f"start     {resumed}"]
-    if not resumed.weights_only and resumed.checkpoint.manifest.trainer["data"] != corpus.fingerprint():
+    if not resumed.weights_only and resumed.checkpoint.manifest.trainer.get("data") != corpus.fingerprint():
         lines.append(
             "note      the data or its order differs from the checkpoint's: reading it from its start"
         )
@@ -165,9 +164,8 @@ def checkpoints(config: Recipe) -> Path:
 def open_store(config: Recipe, monitor: Monitor, resumed: Resumed | None) -> CheckpointStore:
     rules = config.checkpoint
     retention = Retention(rules.keep, rules.keep_every, rules.keep_best)
-    protected = resumed and resumed.checkpoint.path
     return CheckpointStore(
-        checkpoints(config), retention, background=rules.async_, tell=monitor.say, resumed_from=protected
+        checkpoints(config), retention, background=rules.async_, tell=monitor.say, resumed=resumed
     )
 
 
@@ -231,7 +229,7 @@ def fit(
             monitor.validation(done.step, val_loss)
         if last or is_due(done.step, config.checkpoint.every):
             state = {**asdict(done), "data": data.corpus.fingerprint(), "model": asdict(config.model)}
-            state |= {VAL_LOSS: val_loss} if validated else {}
+            state |= {VAL_LOSS: val_loss} if validated and math.isfinite(val_loss) else {}
             monitor.checkpoint(done.step, store.save(done.step, model, optimizer, state))
     return val_loss
 

@@ -20,7 +20,7 @@ from parallel2d.checkpoint.files import StoredBlocks
 from parallel2d.checkpoint.find import open_checkpoint
 from parallel2d.checkpoint.load import load_checkpoint
 from parallel2d.checkpoint.manifest import Manifest, Piece
-from parallel2d.checkpoint.state import local, state_tensors
+from parallel2d.checkpoint.state import shares_of, state_tensors
 from parallel2d.checkpoint.store import CheckpointStore
 from parallel2d.shards import Box
 from tests.ranks import run_ranks
@@ -30,7 +30,7 @@ from tests.test_checkpoint import build, whole
 def use_small_pieces(piece: int, of_round: int) -> None:
     """Many pieces and rounds at small size, in this process."""
     manifest.piece_rows.__defaults__ = (piece,)
-    Manifest.__init__.__defaults__ = (piece, manifest.FORMAT)  # type: ignore[misc]
+    Manifest.__init__.__defaults__ = (piece, manifest.FORMAT, "")  # type: ignore[misc]
     exchange.ROUND_BYTES = of_round
 
 
@@ -166,7 +166,7 @@ def load_llama(folder: str, shape: MeshShape, partial: bool) -> tuple[Traffic, i
         with observed() as traffic:
             load_checkpoint(checkpoint, model, optimizer, partial=partial)
         held = state_tensors(model, None if partial else optimizer)
-        return traffic, sum(local(tensor).nbytes for tensor in held.values())
+        return traffic, sum(share.nbytes for share in shares_of(held).values())
 
 
 def traffic_of(folder: Path, source: MeshShape, target: MeshShape, partial: bool = False):
@@ -300,7 +300,7 @@ def load_big(folder: str, shape: MeshShape) -> tuple[int, int]:
         before = memory("VmRSS")
         load_checkpoint(checkpoint, model, optimizer)
         weights, all_of_it = (
-            sum(local(t).nbytes for t in state_tensors(model, o).values()) for o in (None, optimizer)
+            sum(t.nbytes for t in shares_of(state_tensors(model, o)).values()) for o in (None, optimizer)
         )
         return all_of_it, memory("VmHWM") - before - (all_of_it - weights)
 

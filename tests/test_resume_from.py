@@ -116,7 +116,10 @@ def test_partial_takes_what_fits_and_begins_anew(straight, tmp_path, read_metric
     assert "missing: model.blocks.1." in taken.stdout and "optimizer." not in taken.stdout
     assert f"start     step 0, with the weights of {straight}/checkpoints/step-00000002" in taken.stdout
     assert list(read_metrics(tmp_path)) == [1]
-    # config.yaml still says where the run began, which the command for going on overrules.
+    # The same command, and config.yaml, still say where the run began: it goes on from where it has come.
+    more = ["--checkpoint.partial", "true", "--checkpoint.every", "1"]
+    (again,) = run_recipe(1, *TINY_RUN, *flags, *resume, *more)
+    assert again.exitcode == 0 and "is at step 1" in again.stdout, again.stderr
     (command,) = {line for line in taken.stdout.splitlines() if "--steps 2" in line and "--dp" not in line}
     assert f"--config {tmp_path}/config.yaml" in command
     (again,) = run_recipe(1, *shlex.split(command)[2:])

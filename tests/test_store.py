@@ -18,7 +18,7 @@ from parallel2d.checkpoint import files, find, writer
 from parallel2d.checkpoint import store as stores
 from parallel2d.checkpoint.files import StoredBlocks
 from parallel2d.checkpoint.find import Checkpoint, checkpoints_in, name_of, open_checkpoint, remove_leftovers
-from parallel2d.checkpoint.load import load_checkpoint
+from parallel2d.checkpoint.load import Resumed, load_checkpoint
 from parallel2d.checkpoint.manifest import Manifest
 from parallel2d.checkpoint.retention import VAL_LOSS, Retention
 from parallel2d.checkpoint.store import CheckpointStore
@@ -255,7 +255,8 @@ def keep_one(folder: str) -> list[str]:
     with launch.world(1, "cpu", 60):
         model, optimizer = build(MeshShape(), TINY)
         path = Path(folder)
-        with CheckpointStore(path, Retention(1, every=5, best=1), resumed_from=path / name_of(8)) as store:
+        went_on = Resumed(Checkpoint(path / name_of(8), of_steps(8)[0].manifest), False, (), "")
+        with CheckpointStore(path, Retention(1, every=5, best=1), resumed=went_on) as store:
             for step in range(4, 13):
                 store.save(step, model, optimizer, {VAL_LOSS: 1.0 if step == 7 else 2.0})
                 assert store.latest().step == step

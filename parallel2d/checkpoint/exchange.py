@@ -36,11 +36,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Read:
-    """A piece that a rank reads, and whom it serves."""
+    """A piece that a rank reads, or still has from the round before, and whom it serves."""
 
     piece: Piece
     dtype: str
-    parts: tuple[Part, ...]
+    parts: list[Part]
 
 
 @dataclass
@@ -84,35 +84,45 @@ class Exchange:
             wanted[part.rank] = wanted.get(part.rank, 0) + part.bytes
         reader = min(wanted, key=lambda rank: (-wanted[rank], self._load[rank], rank))
         self._load[reader] += piece.bytes
-        read = Read(piece, dtype, tuple(parts))
+        own = [part for part in parts if part.rank == reader]
         if len(wanted) == 1:
-            self.plans[reader].own.append(read)
+            self.plans[reader].own.append(Read(piece, dtype, own))
+            return
+        for rank in (rank for rank in wanted if rank != reader):
+            read = Read(piece, dtype, own + [part for part in parts if part.rank == rank])
+            self._send(reader, rank, read, wanted[rank])
+            own = []
+
+    def _send(self, reader: int, rank: int, read: Read, size: int) -> None:
+        """Plan what one rank gets of a piece, besides what the reader keeps.
+
+        A piece that many need, HSDP's replicas for example, takes several rounds, one after the other.
+        """
+        number = self._round_for(reader, rank, size)
+        reads = self.plans[reader].rounds[number].reads
+        if reads and reads[-1].piece == read.piece:
+            reads[-1].parts.extend(read.parts)
         else:
-            self._send(reader, read, {rank: size for rank, size in wanted.items() if rank != reader})
+            reads.append(read)
+        receives = self.plans[rank].rounds[number].receives
+        receives.setdefault(reader, []).extend((read.dtype, p) for p in read.parts if p.rank == rank)
+        self._sent[number][reader] += size
+        self._received[number][rank] += size
+        # Not back to an earlier round: its piece would have to be kept until then.
+        self._first_open[reader] = max(self._first_open[reader], number)
 
-    def _send(self, reader: int, read: Read, sizes: dict[int, int]) -> None:
-        number = self._round_for(reader, sizes)
-        self._sent[number][reader] += sum(sizes.values())
-        self.plans[reader].rounds[number].reads.append(read)
-        for part in read.parts:
-            if part.rank != reader:
-                receives = self.plans[part.rank].rounds[number].receives
-                receives.setdefault(reader, []).append((read.dtype, part))
-        for rank, size in sizes.items():
-            self._received[number][rank] += size
-
-    def _round_for(self, reader: int, sizes: dict[int, int]) -> int:
-        number = max(self._first_open[rank] for rank in (reader, *sizes))
+    def _round_for(self, reader: int, rank: int, size: int) -> int:
+        number = max(self._first_open[reader], self._first_open[rank])
         while True:
             if number == len(self._sent):
                 self._add_round()
-            full = [rank for rank, size in sizes.items() if _is_full(self._received[number][rank], size)]
-            full += [reader] if _is_full(self._sent[number][reader], sum(sizes.values())) else []
-            if not full:
+            sends_full = _is_full(self._sent[number][reader], size)
+            receives_full = _is_full(self._received[number][rank], size)
+            if not (sends_full or receives_full):
                 return number
             number += 1
-            for rank in full:
-                self._first_open[rank] = max(self._first_open[rank], number)
+            for full, of in ((sends_full, reader), (receives_full, rank)):
+                self._first_open[of] = max(self._first_open[of], number) if full else self._first_open[of]
 
     def _add_round(self) -> None:
         self._sent.append([0] * len(self.plans))

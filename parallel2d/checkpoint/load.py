@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +81,13 @@ class Resume:
         candidates: checkpoints, newest first; not empty.
         damaged: those that are passed over, and why.
         partial: read the weights that fit and begin anew with them.
+        began_from: the path of another run's with which this run begins or once began, or "".
     """
 
     candidates: tuple[Checkpoint, ...]
     damaged: Mapping[Path, str]
     partial: bool
+    began_from: str
 
     @property
     def step(self) -> int:
@@ -109,6 +111,7 @@ class Resumed:
     checkpoint: Checkpoint
     weights_only: bool
     notes: tuple[str, ...]
+    began_from: str
 
     def __str__(self) -> str:
         if self.weights_only:
@@ -122,13 +125,20 @@ def resume_from(
     """Where to go on, or None to start anew. Reads no numbers: those are checked by `load_newest`.
 
     Args:
-        choice: `auto` (newest of `out`, if any), `never`, or the path of a checkpoint or a run folder.
+        choice: `auto` (newest of `out`, if any), `never`, or the path of a checkpoint or a run folder, with
+            which a run begins; where it has begun with it, the same as `auto`.
         out: the run folder to write to; what it holds is never overwritten or mixed with another run.
         model_config: must equal the checkpoint's, but for `partial`.
         partial: of `choice`, a path, take the weights that fit.
     """
     own = out / "checkpoints"
     whole, damaged = checkpoints_in(own)
+    if (
+        choice not in ("auto", "never")
+        and whole
+        and whole[-1].manifest.began_from == str(Path(choice).resolve())
+    ):
+        choice, partial = "auto", False  # the same command again, which has come further since
     if choice == "auto":
         resume = _newest_of(own, partial)
     else:
@@ -150,11 +160,11 @@ def resume_from(
 def _at(path: Path, partial: bool) -> Resume:
     """A checkpoint itself, or a run folder's."""
     if is_checkpoint(path):
-        return Resume((open_checkpoint(path),), {}, partial)
+        return Resume((open_checkpoint(path),), {}, partial, str(path.resolve()))
     found = _newest_of(path / "checkpoints", partial) or _newest_of(path, partial)
     if found is None:
         raise UserError(f"{path} is neither a checkpoint (…/step-00000200) nor a run folder that holds one")
-    return found
+    return replace(found, began_from=str(path.resolve()))
 
 
 def _newest_of(folder: Path, partial: bool) -> Resume | None:
@@ -163,7 +173,7 @@ def _newest_of(folder: Path, partial: bool) -> Resume | None:
     if damaged and not whole:
         raise UserError("\n".join([f"no checkpoint in {folder} is intact:", *map(str, damaged.values())]))
     told = {path: str(error) for path, error in damaged.items()}
-    return Resume(tuple(reversed(whole)), told, partial) if whole else None
+    return Resume(tuple(reversed(whole)), told, partial, whole[-1].manifest.began_from) if whole else None
 
 
 def _require_same_model(checkpoint: Checkpoint, model_config: Mapping[str, Any]) -> None:
@@ -196,7 +206,8 @@ def load_newest(resume: Resume, model: nn.Module, optimizer: torch.optim.Optimiz
             continue
         notes += [f"left out of {checkpoint.path}:\n{left}"] if left else []
         notes += _set_aside([p for p in passed if p.parent.resolve() == own.resolve()], checkpoint)
-        return Resumed(checkpoint, resume.partial or not checkpoint.manifest.optimizer, tuple(notes))
+        weights_only = resume.partial or not checkpoint.manifest.optimizer
+        return Resumed(checkpoint, weights_only, tuple(notes), resume.began_from)
     raise UserError("\n".join(["no checkpoint is intact:", *notes]))
 
 

@@ -13,7 +13,7 @@ Reading takes JSON and numbers, nothing is unpickled.
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,7 @@ class Manifest:
         files: {name: size and hash} of every file but the manifest.
         tensors: {name: tensor}; `model.…` are weights, `optimizer.….exp_avg` and so on its state.
         piece_bytes: the pieces' target size.
+        began_from: the checkpoint or folder of another run with which this run began, or "".
     """
 
     step: int
@@ -111,7 +112,8 @@ class Manifest:
     files: Mapping[str, StoredFile]
     tensors: Mapping[str, StoredTensor]
     piece_bytes: int = PIECE_BYTES
-    format: int = field(default=FORMAT)
+    format: int = FORMAT
+    began_from: str = ""
 
     def pieces(self, name: str) -> Iterator[Piece]:
         """All pieces of a tensor, block by block."""
@@ -220,6 +222,7 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
         files=files,
         tensors=tensors,
         piece_bytes=piece_bytes,
+        began_from=str(content["began_from"]),
     )
 
 

@@ -15,7 +15,7 @@ from torch.futures import Future
 from parallel2d.checkpoint.exchange import Exchange, Need, Part, RankPlan, Read, Round
 from parallel2d.checkpoint.files import StoredBlocks, dcp_metadata
 from parallel2d.checkpoint.intact import DamagedCheckpoint
-from parallel2d.checkpoint.manifest import Manifest, pieces_of
+from parallel2d.checkpoint.manifest import Manifest, Piece, pieces_of
 from parallel2d.shards import Box
 
 
@@ -86,6 +86,7 @@ class _Load:
         self.plan, self.planner, self.stored = plan, planner, stored
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.fault: DamagedCheckpoint | None = None
+        self.last: tuple[Piece, Tensor] | None = None
 
     def run(self, plan: RankPlan) -> None:
         for read in plan.own:
@@ -106,6 +107,13 @@ class _Load:
         data = torch.empty(read.piece.box.sizes, dtype=dtype)
         self._read_into(read, data)
         self._keep(read, data)
+
+    def _once(self, read: Read) -> Tensor:
+        """A piece that is sent, in several rounds perhaps, which follow each other."""
+        if self.last is None or self.last[0] != read.piece:
+            self.last = read.piece, torch.empty(read.piece.box.sizes, dtype=getattr(torch, read.dtype))
+            self._read_into(read, self.last[1])
+        return self.last[1]
 
     def _read_into(self, read: Read, out: Tensor) -> None:
         try:
@@ -128,8 +136,7 @@ class _Load:
         """One round. One all-to-all of bytes over the world."""
         outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
         for read in of_round.reads:
-            data = torch.empty(read.piece.box.sizes, dtype=getattr(torch, read.dtype))
-            self._read_into(read, data)
+            data = self._once(read)
             self._keep(read, data)
             for part in read.parts:
                 if part.rank != self.rank:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel2d.checkpoint.files import write_error
 from parallel2d.checkpoint.find import Checkpoint, checkpoints_in, delete, name_of
+from parallel2d.checkpoint.load import Resumed
 from parallel2d.checkpoint.manifest import WEIGHTS, Manifest, versions
 from parallel2d.checkpoint.retention import Retention
 from parallel2d.checkpoint.state import (
@@ -62,7 +63,7 @@ class CheckpointStore:
         background: copy what is to be saved and write it in a thread, over a process group of its own.
         tell: gets a line for each save that ended, on every rank, when the store is next called;
             by default rank 0 prints it.
-        resumed_from: a checkpoint that is never deleted.
+        resumed: where the run went on: that checkpoint is never deleted.
     """
 
     def __init__(
@@ -72,10 +73,11 @@ class CheckpointStore:
         *,
         background: bool = False,
         tell: Callable[[str], None] = say,
-        resumed_from: Path | None = None,
+        resumed: Resumed | None = None,
     ) -> None:
         self.folder, self.retention, self.tell = folder, retention or Retention(), tell
-        self._resumed_from = resumed_from
+        self._resumed_from = resumed.checkpoint.path.resolve() if resumed else None
+        self._began_from = resumed.began_from if resumed else ""
         self._copies = HostCopies() if background else None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         # The thread's collectives must not meet those of training.
@@ -133,6 +135,7 @@ class CheckpointStore:
             trainer=json.loads(json.dumps(dict(trainer_state))),
             files={},
             tensors={},
+            began_from=self._began_from,
         )
         shares = shares_of(state)
         if self._thread and self._copies:
@@ -201,11 +204,8 @@ class CheckpointStore:
         try:
             found, _ = checkpoints_in(self.folder)
             for checkpoint in self.retention.expendable(found):
-                if checkpoint.path != newest and not self._is_resumed_from(checkpoint):
+                if checkpoint.path != newest and checkpoint.path.resolve() != self._resumed_from:
                     delete(checkpoint.path)
         except (OSError, UserError) as error:
             return f"; an older one cannot be deleted ({error})"
         return ""
-
-    def _is_resumed_from(self, checkpoint: Checkpoint) -> bool:
-        return self._resumed_from is not None and checkpoint.path.resolve() == self._resumed_from.resolve()
