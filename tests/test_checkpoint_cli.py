@@ -3,14 +3,18 @@
 import json
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from parallel2d.models.llama import PRESETS
 
 from parallel2d import UserError
 from parallel2d.checkpoint.find import find_checkpoint
 from parallel2d.checkpoint.manifest import MANIFEST_FILE
 from parallel2d.cli.main import main
+from parallel2d.cli.verify import LlamaRun
+from parallel2d.flags import load_config
 from tests.ranks import Outcome, try_ranks
 from tests.stored import LLAMA, damage, llama_checkpoint, tensors_of, write_checkpoint
 
@@ -41,6 +45,14 @@ def test_exit_codes_of_the_command(tmp_path):
     assert all("Traceback" not in outcome.stderr for outcome in outcomes)
     assert "is neither a checkpoint" in outcomes[-2].stderr
     assert "__1_0.distcp: its content was changed" in outcomes[-1].stdout
+
+
+def test_the_shown_configuration_makes_the_same_model(tmp_path, ask):
+    _, out, _ = ask("show", llama_checkpoint(tmp_path / "x"), "--model-yaml")
+    file = tmp_path / "model.yaml"
+    file.write_text(out)
+    recipe = Path(__file__).parent.parent / "recipes" / "llama_2d.yaml"
+    assert load_config(LlamaRun, recipe, PRESETS, [f"--config={file}"]).model == LLAMA
 
 
 def test_show(tmp_path, ask):

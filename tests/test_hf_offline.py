@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,7 @@ from parallel2d.hf.weights import load_hf, read_config, save_hf
 from parallel2d.hf.write import Kind, write_folder
 from parallel2d.shards import Box, share_of
 from parallel2d.verify.hf import read_expected
-from tests.ranks import ROOT, try_ranks
+from tests.ranks import ROOT, TEXT, run_recipe, try_ranks
 from tests.test_hf import CPU, EXPORTED, NAMES, SMALL, filled, oracles, tensors  # noqa: F401  # a fixture
 from tests.test_verify import command
 
@@ -485,3 +485,19 @@ def test_memory_is_bounded_whatever_the_size(tmp_path, config):
         before, after = map(int, outcome.stdout.split())
         print(f"{task}: {before / 1024:.0f} MiB before, {(after - before) / 1024:.0f} MiB more")
         assert after - before < 250 * 1024
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_a_folder_and_ends_in_one(tmp_path):
+    """Trained at a learning rate of zero on 1×2, what comes out is what went in."""
+    save_hf_of(filled(replace(SMALL, vocab_size=256)), tmp_path / "a")
+    assert run("import-hf", tmp_path / "a", tmp_path / "start").exitcode == 0
+    (tmp_path / "start.yaml").write_text(run("show", tmp_path / "start", "--model-yaml").stdout)
+    start = ["--config", str(tmp_path / "start.yaml"), "--checkpoint.resume", str(tmp_path / "start")]
+    out = ["--out", str(tmp_path / "run"), "--steps", "2", "--optim.lr", "0", "--data.seq_len", "32"]
+    outcomes = run_recipe(2, *TEXT, *start, *out, "--tp", "2", "--log.sample_tokens", "0")
+    assert [o.exitcode for o in outcomes] == [0, 0], outcomes[0].stderr
+    assert f"step 0, with the weights of {tmp_path / 'start'}" in outcomes[0].stdout
+    assert run("export-hf", tmp_path / "run", tmp_path / "b").exitcode == 0
+    came, went = tensors(tmp_path / "b"), tensors(tmp_path / "a")
+    assert came.keys() == went.keys() and all(torch.equal(came[name], went[name]) for name in went)

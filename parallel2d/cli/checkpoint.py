@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from parallel2d import launch
 from parallel2d.checkpoint.diff import Difference, bytes_to_compare, differences
 from parallel2d.checkpoint.files import StoredBlocks
@@ -40,7 +42,11 @@ def add_checkpoint(commands: Any) -> None:
 def _add_show(inner: Any) -> None:
     parser = add_command(inner, "show", _show, "say what a checkpoint holds, from its manifest")
     parser.add_argument("path", type=Path, help=PATH)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument(
+        "--model-yaml", action="store_true", help="print the model's configuration, for a recipe's --config"
+    )
 
 
 def _add_verify(inner: Any) -> None:
@@ -81,7 +87,11 @@ def _add_reshard(inner: Any) -> None:
 
 def _show(arguments: argparse.Namespace) -> bool:
     path = found_checkpoint(arguments.path)
-    facts = facts_of(path, read_manifest(path))
+    manifest = read_manifest(path)
+    if arguments.model_yaml:
+        print(yaml.safe_dump({"model": manifest.trainer.get("model")}, sort_keys=False), end="")
+        return True
+    facts = facts_of(path, manifest)
     print(json.dumps(facts) if arguments.json else facts_as_text(facts))
     return True
 
