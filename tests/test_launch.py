@@ -70,11 +70,11 @@ def expected(tmp_path_factory) -> list[float]:
 
 def test_torchrun_alone_and_python_start_their_own_workers(tmp_path, expected):
     out = tmp_path / "run"
-    command = [TORCHRUN, str(RECIPE), "--dp", "4", "--tp", "2", "--out", str(out), *SMALL]
+    command = [TORCHRUN, str(RECIPE), "--dp", "2", "--tp", "2", "--out", str(out), *SMALL]
     ((status, stdout, stderr),) = finish(start(command))
     assert status == 0, stderr
-    assert "one process, and the mesh needs 8: starting 8 local workers" in stderr
-    assert "mesh      dp×tp = 4×2; 8 ranks, gloo on cpu" in stdout
+    assert "one process, and the mesh needs 4: starting 4 local workers" in stderr
+    assert "mesh      dp×tp = 2×2; 4 ranks, gloo on cpu" in stdout
     assert "tensorboard --logdir" in stdout
     assert losses(out) == pytest.approx(expected, rel=1e-9)
 

@@ -88,7 +88,11 @@ def reports(shape: MeshShape, names: list[str], steps: int, rows: int = 4) -> di
     return found
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(m, marks=pytest.mark.slow) if m.tp == 4 and m.dp == 2 else m for m in MESHES],
+    ids=str,
+)
 def test_every_shape_equals_one_process(shape):
     check(shape, EVERY_DAY, steps=1)
 

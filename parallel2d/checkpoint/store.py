@@ -55,7 +55,7 @@ class CheckpointStore:
     """Saves the checkpoints of one run folder; all ranks make the same calls. Use it as a context.
 
     A save that fails is told, and the run goes on with the checkpoints that it has; only if the last
-    save before `close` failed, that raises. At most one save is under way.
+    save before the end failed, that raises there. At most one save is under way.
 
     Args:
         folder: holds one folder per checkpoint; other names in it are left alone.
