@@ -9,6 +9,7 @@ Linux: memory is the peak of a rank's resident set during the call, above what i
 """
 
 import argparse
+import dataclasses
 import io
 import json
 import os
@@ -219,7 +220,7 @@ def load_all(
 
 def save_ours(folder: Path, model: Any, optimizer: Any) -> None:
     with CheckpointStore(folder, tell=lambda line: None) as store:
-        store.save(1, model, optimizer, {})
+        store.save(1, model, optimizer, {"model": dataclasses.asdict(model.config)})
 
 
 def save_gathered(path: Path, state: dict[str, torch.Tensor]) -> None:

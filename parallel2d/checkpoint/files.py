@@ -137,7 +137,7 @@ def commit(writing: Path, final: Path, manifest: Manifest) -> None:
 
     `manifest.files` gains DCP's index.
     """
-    index = pickle.dumps(dcp_metadata(manifest))
+    index = pickle.dumps(_dcp_metadata(manifest))
     path = writing / DCP_METADATA_FILE
     path.write_bytes(index)
     sync(path)
@@ -149,18 +149,27 @@ def commit(writing: Path, final: Path, manifest: Manifest) -> None:
     sync(final.parent)
 
 
-def dcp_metadata(manifest: Manifest) -> Metadata:
-    """The same facts in DCP's words."""
-    tensors, places = {}, {}
-    for name, tensor in manifest.tensors.items():
-        chunks = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in tensor.blocks]
-        properties = TensorProperties(dtype=tensor.torch_dtype)
-        tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-        for number, block in enumerate(tensor.blocks):
-            index = MetadataIndex(name, block.offsets, number)
-            places[index] = _StorageInfo(block.file, *block.item)
-    paths = {name: (name,) for name in tensors}
-    return Metadata(tensors, planner_data=paths, storage_data=places, version="1.0.0")  # type: ignore[arg-type]  # a dict of a subtype
+def dcp_tensors(manifest: Manifest) -> dict[str, TensorStorageMetadata]:
+    """The tensors in DCP's words."""
+    return {
+        name: TensorStorageMetadata(
+            TensorProperties(dtype=tensor.torch_dtype),
+            torch.Size(tensor.shape),
+            [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in tensor.blocks],
+        )
+        for name, tensor in manifest.tensors.items()
+    }
+
+
+def _dcp_metadata(manifest: Manifest) -> Metadata:
+    """The tensors, and where they are stored, in DCP's words."""
+    places = {
+        MetadataIndex(name, block.offsets, number): _StorageInfo(block.file, *block.item)
+        for name, tensor in manifest.tensors.items()
+        for number, block in enumerate(tensor.blocks)
+    }
+    paths = {name: (name,) for name in manifest.tensors}
+    return Metadata(dcp_tensors(manifest), planner_data=paths, storage_data=places, version="1.0.0")  # type: ignore[arg-type]  # a dict of a subtype
 
 
 class StoredBlocks:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from parallel2d.checkpoint.exchange import Exchange, Need, Part, RankPlan, Read, Round
-from parallel2d.checkpoint.files import StoredBlocks, dcp_metadata
+from parallel2d.checkpoint.files import StoredBlocks, dcp_tensors
 from parallel2d.checkpoint.intact import DamagedCheckpoint
 from parallel2d.checkpoint.manifest import Manifest, Piece, pieces_of
 from parallel2d.shards import Box
@@ -28,12 +28,13 @@ class CheckpointReader(StorageReader):
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
+        self.items: list[ReadItem] = []
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """DCP calls it where it is given another place than ours."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return dcp_metadata(self.manifest)
+        return Metadata(dcp_tensors(self.manifest))  # type: ignore[arg-type]  # a dict of a subtype
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -41,15 +42,20 @@ class CheckpointReader(StorageReader):
         """Nothing to open yet."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        """What rank 0 must know: of each item which block it needs a part of, and which."""
+        self.items = plan.items
+        needs = [
+            (item.storage_index.fqn, tuple(item.storage_index.offset or ()), _box_of(item))
+            for item in plan.items
+        ]
+        return LoadPlan([], storage_data=needs)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """On rank 0, which knows what each rank needs: who reads what."""
         needs: dict[tuple[str, tuple[int, ...]], list[Need]] = {}
         for rank, plan in enumerate(plans):
-            for number, item in enumerate(plan.items):
-                place = (item.storage_index.fqn, tuple(item.storage_index.offset or ()))
-                needs.setdefault(place, []).append(Need(rank, number, _box_of(item)))
+            for number, (name, offsets, box) in enumerate(plan.storage_data):
+                needs.setdefault((name, offsets), []).append(Need(rank, number, box))
         exchange = Exchange(len(plans))
         for name, tensor in self.manifest.tensors.items():
             itemsize = tensor.torch_dtype.itemsize
@@ -63,7 +69,7 @@ class CheckpointReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with StoredBlocks(self.folder, self.manifest) as stored:
-            _Load(plan, planner, stored).run(plan.storage_data)
+            _Load(self.items, planner, stored).run(plan.storage_data)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -82,8 +88,8 @@ def _box_of(item: ReadItem) -> Box:
 class _Load:
     """One rank's part of a load. A piece that cannot be read is told at the end: peers wait for its round."""
 
-    def __init__(self, plan: LoadPlan, planner: LoadPlanner, stored: StoredBlocks) -> None:
-        self.plan, self.planner, self.stored = plan, planner, stored
+    def __init__(self, items: list[ReadItem], planner: LoadPlanner, stored: StoredBlocks) -> None:
+        self.items, self.planner, self.stored = items, planner, stored
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.fault: DamagedCheckpoint | None = None
         self.last: tuple[Piece, Tensor] | None = None
@@ -129,7 +135,7 @@ class _Load:
 
     def _target(self, part: Part) -> Tensor:
         """Where a part goes, as a view of this rank's tensor."""
-        item = self.plan.items[part.item]
+        item = self.items[part.item]
         return part.box.within(_box_of(item)).cut(self.planner.resolve_tensor(item).detach())
 
     def _exchange(self, of_round: Round) -> None:
