@@ -10,6 +10,7 @@ A tensor is stored in blocks (a rank's share), a block is cut along its dim 0 in
 Reading takes JSON and numbers, nothing is unpickled.
 """
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -122,6 +123,7 @@ class Manifest:
             yield from pieces_of(block, tensor.torch_dtype.itemsize, self.piece_bytes)
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Of what writes a checkpoint now."""
     return {"parallel2d": version("parallel2d"), "torch": torch.__version__}

@@ -78,10 +78,10 @@ def split_of(tensor: Tensor) -> dict[str, int]:
 def mesh_of(model: nn.Module) -> dict[str, int]:
     """{axis: size} of the mesh that the parameters live on; an axis that they do not know has size 1."""
     sizes = {"dp_replicate": 1, "dp_shard": 1, "tp": 1}
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            sizes |= dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    sharded = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
+    if sharded is not None:
+        mesh = sharded.device_mesh
+        sizes |= dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     return sizes
 
 
