@@ -193,3 +193,17 @@ def test_mistakes(tmp_path, monkeypatch, ask, arguments, message):
     llama_checkpoint(tmp_path / "x")
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
         ask(*arguments)
+
+
+def test_odd_arguments_are_mistakes(tmp_path, ask, monkeypatch):
+    path = llama_checkpoint(tmp_path / "x")
+    with pytest.raises(UserError, match="tolerance inf"):
+        ask("diff", path, path, "--tolerance", "inf", "--json")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    code, _, _ = ask("reshard", path, ".", "--dp", "2")
+    assert code == 0 and ask("verify", tmp_path / "empty")[0] == 0
+    with pytest.raises(UserError, match=r"File name too long|is neither a checkpoint"):
+        ask("show", "a" * 300)
+    other = path.rename(tmp_path / "step-00000007")
+    assert ask("verify", other)[:2] == (1, f"{other} is damaged:\nmanifest.json: it holds step 200\n")

@@ -310,6 +310,9 @@ def test_the_commands_carry_the_tokenizer_over(tmp_path):
     outcome = run("export-hf", tmp_path / "new" / "b", tmp_path / "c")
     assert outcome.exitcode == 0 and carried(tmp_path / "c"), outcome.stderr
     assert equal(tensors(tmp_path / "c"), tensors(tmp_path / "a"))
+    # Resharding takes them along.
+    assert run("reshard", tmp_path / "new" / "b", tmp_path / "r", "--dp", "2").exitcode == 0
+    assert run("export-hf", tmp_path / "r", tmp_path / "g").exitcode == 0 and carried(tmp_path / "g")
     # A training run's checkpoint keeps none.
     checkpoint(tmp_path / "run" / "d", model)
     more = ("--tokenizer", tmp_path / "a", "--dtype", "bfloat16", "--max-shard-bytes", "5e9")

@@ -42,7 +42,7 @@ class Chunk(Tensor):
         raise NotImplementedError(f"{func} on a Chunk: it is only for DCP to save and load")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self.metadata] if self.local.numel() else []
+        return [self.metadata] if self.local.numel() or 0 in self.shape else []
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         return [

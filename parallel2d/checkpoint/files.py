@@ -40,6 +40,8 @@ from parallel2d.checkpoint.manifest import (
 )
 from parallel2d.shards import Box
 
+_COPY_BYTES = 2**20
+
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The numbers of a contiguous CPU tensor, without a copy."""
@@ -130,6 +132,19 @@ def _without_crc32() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
+
+
+def copy(reading: Any, target: Path) -> StoredFile:
+    """Copy an open file to a new one, which is on disk when this returns; what it holds."""
+    hashed, size = Hash(), 0
+    with open(target, "xb") as writing:
+        while data := reading.read(_COPY_BYTES):
+            writing.write(data)
+            hashed.update(data)
+            size += len(data)
+        writing.flush()
+        os.fsync(writing.fileno())
+    return StoredFile(size, hashed.hexdigest())
 
 
 def commit(writing: Path, final: Path, manifest: Manifest) -> None:

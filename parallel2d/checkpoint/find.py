@@ -41,6 +41,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest)
 
 
+def fault_of_name(path: Path, step: int) -> str:
+    """ "" or that a folder's name is another step's."""
+    differs = _NAME.fullmatch(path.name) is not None and step_in_name(path) != step
+    return f"it holds step {step}" if differs else ""
+
+
 def checkpoints_in(folder: Path) -> tuple[list[Checkpoint], dict[Path, DamagedCheckpoint]]:
     """Those that are whole, oldest first, and what is wrong with the others; other names are passed over."""
     whole: list[Checkpoint] = []
@@ -50,8 +56,8 @@ def checkpoints_in(folder: Path) -> tuple[list[Checkpoint], dict[Path, DamagedCh
             continue
         try:
             checkpoint = open_checkpoint(path)
-            if checkpoint.step != step_in_name(path):
-                raise DamagedCheckpoint(f"{path} is damaged: it holds step {checkpoint.step}")
+            if fault := fault_of_name(path, checkpoint.step):
+                raise DamagedCheckpoint(f"{path} is damaged: {fault}")
         except DamagedCheckpoint as error:
             damaged[path] = error
         else:

@@ -208,7 +208,8 @@ def load_newest(resume: Resume, model: nn.Module, optimizer: torch.optim.Optimiz
         notes += _set_aside([p for p in passed if p.parent.resolve() == own.resolve()], checkpoint)
         weights_only = resume.partial or not checkpoint.manifest.optimizer
         return Resumed(checkpoint, weights_only, tuple(notes), resume.began_from)
-    raise UserError("\n".join(["no checkpoint is intact:", *notes]))
+    told = [note.removesuffix(": passed over") for note in notes]
+    raise UserError(told[0] if len(told) == 1 else "\n".join(["no checkpoint is intact:", *told]))
 
 
 def _set_aside(damaged: list[Path], than: Checkpoint) -> list[str]:

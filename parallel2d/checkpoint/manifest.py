@@ -187,6 +187,8 @@ def read_manifest(folder: Path) -> Manifest:
         with open_file(folder, MANIFEST_FILE) as handle:
             text = json.loads(handle.read())
         sound = isinstance(text, dict) and _hash_of(text.get("content")) == text.get("xxh3_128")
+    except DamagedCheckpoint:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
     if not sound:

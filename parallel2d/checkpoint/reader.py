@@ -22,8 +22,8 @@ from parallel2d.shards import Box
 class CheckpointReader(StorageReader):
     """Loads on any mesh. Memory besides the tensors: a few pieces and one round of the exchange.
 
-    Collectives, besides DCP's own: one all-to-all per round; none where every rank needs whole pieces
-    that no other needs, as on the mesh that saved.
+    Collectives, besides DCP's own: one all-to-all per round. Pieces that only one rank needs are not
+    sent; on the mesh that saved these are all but what several ranks hold (replicas, step counts).
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:

@@ -14,14 +14,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from parallel2d.checkpoint.files import DataFile, StoredBlocks, bytes_of, commit, write_error
+from parallel2d.checkpoint.files import DataFile, StoredBlocks, bytes_of, commit, copy, write_error
 from parallel2d.checkpoint.find import open_checkpoint
-from parallel2d.checkpoint.intact import DamagedCheckpoint, Hash, StoredFile, hash_faults
+from parallel2d.checkpoint.intact import DamagedCheckpoint, Hash, StoredFile, hash_faults, open_file
 from parallel2d.checkpoint.layout import Layout
 from parallel2d.checkpoint.manifest import (
+    DCP_METADATA_FILE,
     OPTIMIZER,
     Manifest,
     StoredBlock,
+    read_manifest,
     versions,
 )
 from parallel2d.checkpoint.rows import content_hash
@@ -102,6 +104,7 @@ def reshard(
         with _written_aside(destination) as writing:
             with StoredBlocks(source.folder, source.manifest) as blocks:
                 files, stored, hashes = _write(blocks, writing, assignment, sorted(ranks), progress)
+            files |= _carry_over(source, writing)
             tensors = {
                 name: replace(tensor, blocks=stored[name], split=dict(layouts[name].split))
                 for name, tensor in source.manifest.tensors.items()
@@ -120,6 +123,19 @@ def reshard(
         raise UserError(write_error(destination.parent, error, needed_bytes)) from None
     # As everybody else will read it.
     return open_checkpoint(destination).manifest
+
+
+def _carry_over(source: Source, writing: Path) -> dict[str, StoredFile]:
+    """Copy what a checkpoint keeps besides its tensors: a tokenizer, for example."""
+    manifest = read_manifest(source.folder)  # of all of it: `source` may lack some tensors
+    blocks = {block.file for tensor in manifest.tensors.values() for block in tensor.blocks}
+    carried = {}
+    for name in manifest.files.keys() - blocks - {DCP_METADATA_FILE}:
+        with open_file(source.folder, name) as reading:
+            carried[name] = copy(reading, writing / name)
+        if carried[name] != manifest.files[name]:
+            raise DamagedCheckpoint(f"{source.folder / name} is damaged: its content was changed")
+    return carried
 
 
 def assign(manifest: Manifest, layouts: Mapping[str, Layout]) -> Assignment:

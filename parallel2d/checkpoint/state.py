@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.checkpoint.chunks import Chunk
 from parallel2d.checkpoint.manifest import OPTIMIZER, WEIGHTS, StoredTensor
+from parallel2d.errors import UserError
 from parallel2d.fsdp import reshard
 from parallel2d.shards import splits_of
 
@@ -29,6 +30,10 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     for parameter, name in names.items() if optimizer else ():
         values = optimizer.state.get(parameter, {}) if optimizer else {}
         state |= {f"{OPTIMIZER}{name}.{key}": value for key, value in values.items()}
+    if odd := [
+        f"{n} ({type(value).__name__})" for n, value in state.items() if not isinstance(value, Tensor)
+    ]:
+        raise UserError(f"optimizer state that is no tensor cannot be saved: {', '.join(odd[:10])}")
     return state
 
 

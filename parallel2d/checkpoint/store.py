@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from parallel2d.checkpoint.files import write_error
 from parallel2d.checkpoint.find import Checkpoint, checkpoints_in, delete, name_of
 from parallel2d.checkpoint.load import Resumed
-from parallel2d.checkpoint.manifest import WEIGHTS, Manifest, versions
+from parallel2d.checkpoint.manifest import Manifest, versions
 from parallel2d.checkpoint.retention import Retention
 from parallel2d.checkpoint.state import (
     HostCopies,
@@ -85,15 +85,22 @@ class CheckpointStore:
         self._pending: Future[Saved] | None = None
         self._reserved: Future[None] | None = None
         self._last_error = ""
+        self._entered = False
 
     def __enter__(self) -> "CheckpointStore":
+        self._entered = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # A failure of the run is told rather than one of the save; the save is waited for in any case.
-        self._finish()
-        if self._thread:
-            self._thread.shutdown()
+        try:
+            self._finish()
+        except BaseException:
+            # A failure of the run is told rather than one of the save, which was waited for in any case.
+            if kind is None:
+                raise
+        finally:
+            if self._thread:
+                self._thread.shutdown()
         if kind is None and self._last_error:
             raise UserError(f"the last checkpoint was not saved: {self._last_error}")
 
@@ -119,6 +126,8 @@ class CheckpointStore:
         Every rank writes its own shards. Weights that are not finite are refused: they would in time
         push the good checkpoints out. DCP exchanges plans through rank 0.
         """
+        if self._thread and not self._entered:
+            raise RuntimeError("a store that saves in the background is a context: nothing else waits for it")
         began = time.perf_counter()
         self._finish()
         final = self.folder / name_of(step)
@@ -176,7 +185,8 @@ class CheckpointStore:
         """Write, commit, delete what is old. The same outcome on all ranks."""
         writing = final.with_name(final.name + ".tmp")
         splits = {name: split_of(tensor) for name, tensor in state.items()}
-        weights = [share for name, share in shares.items() if name.startswith(WEIGHTS)]
+        # Not buffers: a causal mask is full of infinities.
+        weights = [shares[name] for name, tensor in state.items() if isinstance(tensor, nn.Parameter)]
         writer = CheckpointWriter(writing, final, facts, splits, must_be_finite=weights)
         error, note = "", ""
         try:

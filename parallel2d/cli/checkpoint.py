@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import yaml
 from parallel2d import launch
 from parallel2d.checkpoint.diff import Difference, bytes_to_compare, differences
 from parallel2d.checkpoint.files import StoredBlocks
+from parallel2d.checkpoint.find import fault_of_name
 from parallel2d.checkpoint.intact import DamagedCheckpoint, StoredFile, file_faults, hash_faults
 from parallel2d.checkpoint.layout import Layout, layouts_of_checkpoint, layouts_of_model
 from parallel2d.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
@@ -89,6 +92,8 @@ def _show(arguments: argparse.Namespace) -> bool:
     path = found_checkpoint(arguments.path)
     manifest = read_manifest(path)
     if arguments.model_yaml:
+        if not isinstance(manifest.trainer.get("model"), dict):
+            raise UserError(f"{path} has no configuration of its model")
         print(yaml.safe_dump({"model": manifest.trainer.get("model")}, sort_keys=False), end="")
         return True
     facts = facts_of(path, manifest)
@@ -102,10 +107,12 @@ def _verify(arguments: argparse.Namespace) -> bool:
     try:
         manifest = read_manifest(path)
     except DamagedCheckpoint as error:
-        faults = {MANIFEST_FILE: str(error)}
+        faults = {MANIFEST_FILE: str(error).removeprefix(f"{path / MANIFEST_FILE} ")}
     else:
         checked = manifest.files
         faults = _faults_of_files(path, manifest)
+        if fault := fault_of_name(path, manifest.step):
+            faults = {MANIFEST_FILE: fault, **faults}
     total = sum(file.bytes for file in checked.values())
     if arguments.json:
         found = {"path": str(path), "intact": not faults, "files": len(checked), "bytes": total}
@@ -131,7 +138,7 @@ def _faults_of_files(path: Path, manifest: Manifest) -> dict[str, str]:
 
 def _diff(arguments: argparse.Namespace) -> bool:
     tolerance = arguments.tolerance
-    if not tolerance >= 0:
+    if not 0 <= tolerance < math.inf:
         raise UserError(f"--tolerance {tolerance} is no number from 0 on")
     paths = [found_checkpoint(arguments.a), found_checkpoint(arguments.b)]
     first, second = (read_manifest(path) for path in paths)
@@ -166,6 +173,8 @@ def _diff_as_json(paths: list[Path], found: list[Difference], tolerance: float) 
 
 def _reshard(arguments: argparse.Namespace) -> bool:
     path = found_checkpoint(arguments.source)
+    # `.` has no name that a temporary one could be made of.
+    arguments.destination = Path(os.path.abspath(arguments.destination))
     require_apart(path, arguments.destination)
     manifest = read_manifest(path)
     shape, layouts = _target(arguments, manifest)

@@ -1,6 +1,7 @@
 """What the commands on checkpoints have in common."""
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,13 @@ def add_command(
     def checked(arguments: argparse.Namespace, rest: list[str]) -> bool:
         if rest:
             raise UserError(f"unknown: {' '.join(rest)} (see parallel2d checkpoint {name} --help)")
-        return run(arguments)
+        try:
+            return run(arguments)
+        except OSError as error:
+            # Of paths that cannot even be looked at.
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG):
+                raise
+            raise UserError(f"{error.filename} cannot be read or written: {error.strerror}") from None
 
     parser = inner.add_parser(name, allow_abbrev=False, help=about, description=description or about)
     parser.set_defaults(run=checked)

@@ -61,7 +61,7 @@ def import_callable(name: str) -> Callable[..., Any]:
         if error.name and not module_name.startswith(error.name):
             raise
         raise UserError(f"{name!r}: there is no module {module_name!r} here or installed") from None
-    except (AttributeError, ValueError):
+    except (AttributeError, ValueError, TypeError):
         raise UserError(f"{name!r} is not MODULE:CALLABLE of something that exists") from None
     if not callable(found):
         raise UserError(f"{name!r} is a {type(found).__name__}, not a callable")

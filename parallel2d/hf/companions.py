@@ -5,12 +5,12 @@ prefix, listed and hashed in the manifest like all others.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallel2d.checkpoint.files import copy
 from parallel2d.checkpoint.intact import DamagedCheckpoint, Hash, StoredFile, open_file
 from parallel2d.checkpoint.manifest import Manifest
 from parallel2d.errors import UserError
@@ -28,7 +28,6 @@ _PATTERNS = (
 )
 # No data file of a checkpoint begins like this.
 _PREFIX = "hf-"
-_COPY_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -91,17 +90,10 @@ def config_beside(folder: Path) -> dict[str, Any]:
 
 def _copy(companion: Companion, target: Path) -> StoredFile:
     """What the copy holds; DamagedCheckpoint if that is not what a checkpoint knows of it."""
-    source, hashed, size = companion.path, Hash(), 0
-    with _open(companion) as reading, open(target, "xb") as writing:
-        while data := reading.read(_COPY_BYTES):
-            writing.write(data)
-            hashed.update(data)
-            size += len(data)
-        writing.flush()
-        os.fsync(writing.fileno())
-    copied = StoredFile(size, hashed.hexdigest())
+    with _open(companion) as reading:
+        copied = copy(reading, target)
     if companion.stored not in (None, copied):
-        raise DamagedCheckpoint(f"{source} is damaged: its content was changed")
+        raise DamagedCheckpoint(f"{companion.path} is damaged: its content was changed")
     return copied
 
 
