@@ -33,6 +33,11 @@ class Part:
     box: Box
     bytes: int
 
+    @property
+    def room(self) -> int:
+        """Bytes in a buffer, where each part begins at a multiple of every dtype's size."""
+        return -(-self.bytes // 16) * 16
+
 
 @dataclass(frozen=True)
 class Read:
@@ -81,7 +86,7 @@ class Exchange:
             return
         wanted: dict[int, int] = {}
         for part in parts:
-            wanted[part.rank] = wanted.get(part.rank, 0) + part.bytes
+            wanted[part.rank] = wanted.get(part.rank, 0) + part.room
         reader = min(wanted, key=lambda rank: (-wanted[rank], self._load[rank], rank))
         self._load[reader] += piece.bytes
         own = [part for part in parts if part.rank == reader]

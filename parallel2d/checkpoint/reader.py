@@ -1,6 +1,7 @@
 """DCP's storage interface for loading: every stored byte is read once, checked, and sent where it belongs."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -140,24 +141,28 @@ class _Load:
 
     def _exchange(self, of_round: Round) -> None:
         """One round. One all-to-all of bytes over the world."""
-        outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
+        leaving = [part for read in of_round.reads for part in read.parts if part.rank != self.rank]
+        sizes = [sum(part.room for part in leaving if part.rank == rank) for rank in range(self.world)]
+        starts = list(itertools.accumulate(sizes, initial=0))
+        sent = torch.empty(starts.pop(), dtype=torch.uint8)
         for read in of_round.reads:
             data = self._once(read)
             self._keep(read, data)
             for part in read.parts:
                 if part.rank != self.rank:
-                    cut = part.box.within(read.piece.box).cut(data)
-                    outgoing[part.rank].append(cut.contiguous().reshape(-1).view(torch.uint8))
-        sizes = [sum(p.bytes for _, p in of_round.receives.get(r, ())) for r in range(self.world)]
-        received = torch.empty(sum(sizes), dtype=torch.uint8)
-        sent = torch.cat([bytes for of_rank in outgoing for bytes in of_rank] or [received[:0]])
-        dist.all_to_all_single(received, sent, sizes, [sum(map(len, of_rank)) for of_rank in outgoing])
-        self._unpack(of_round, received)
-
-    def _unpack(self, of_round: Round, received: Tensor) -> None:
+                    place = _numbers(sent, starts[part.rank], read.dtype, part)
+                    place.copy_(part.box.within(read.piece.box).cut(data))
+                    starts[part.rank] += part.room
+        arriving = [of_round.receives.get(rank, []) for rank in range(self.world)]
+        from_each = [sum(part.room for _, part in parts) for parts in arriving]
+        received = torch.empty(sum(from_each), dtype=torch.uint8)
+        dist.all_to_all_single(received, sent, from_each, sizes)
         start = 0
-        for rank in range(self.world):
-            for dtype, part in of_round.receives.get(rank, ()):
-                data = received[start : start + part.bytes].clone().view(getattr(torch, dtype))
-                self._target(part).copy_(data.view(part.box.sizes))
-                start += part.bytes
+        for dtype, part in itertools.chain(*arriving):
+            self._target(part).copy_(_numbers(received, start, dtype, part))
+            start += part.room
+
+
+def _numbers(buffer: Tensor, start: int, dtype: str, part: Part) -> Tensor:
+    """A part's place in a buffer, as what it holds."""
+    return buffer[start : start + part.bytes].view(getattr(torch, dtype)).view(part.box.sizes)
