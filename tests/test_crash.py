@@ -160,7 +160,7 @@ def die_at_block(number: int) -> None:
 POINTS: dict[str, Callable[[], object]] = {
     "before the first block": lambda: die_at_block(0),
     "after some blocks": lambda: die_at_block(3),
-    "before DCP's index": lambda: setattr(files, "dcp_metadata", die),
+    "before DCP's index": lambda: setattr(files, "_dcp_metadata", die),
     "before the manifest": lambda: setattr(files, "write_text", die),
     "after the manifest": lambda: setattr(files, "write_text", die_after(files.write_text)),
     "before the rename": lambda: setattr(Path, "rename", die),

@@ -273,7 +273,7 @@ def test_the_real_command_killed_and_started_again(tmp_path):
     line = [Path(sys.executable).parent / "parallel2d", "checkpoint", "reshard", source, target, "--dp", "40"]
     process = subprocess.Popen(line)
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".x.writing/__39_0.distcp")):
+    while not list(tmp_path.glob(".x.writing/__0_0.distcp")):
         assert process.poll() is None and time.monotonic() < deadline
     process.kill()
     assert process.wait() == -signal.SIGKILL and not target.exists()
@@ -322,7 +322,7 @@ def memory_of_a_rewrite(folder: Path, shapes: list[tuple[int, ...]], large_block
     room._LARGE_BLOCK_BYTES = large_block
     Path("/proc/self/clear_refs").write_text("5")
     before = status_bytes("VmRSS")
-    room.reshard(room.Source(source, manifest), folder / "target", {"tp": 2}, layouts, {}, lambda count: None)
+    room.reshard(room.Source(source, manifest), folder / "target", {"tp": 2}, layouts, lambda count: None)
     return status_bytes("VmHWM") - before
 
 
