@@ -94,6 +94,7 @@ class _Load:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.fault: DamagedCheckpoint | None = None
         self.last: tuple[Piece, Tensor] | None = None
+        self.memory: dict[str, Tensor] = {}
 
     def run(self, plan: RankPlan) -> None:
         for read in plan.own:
@@ -111,14 +112,25 @@ class _Load:
         if whole and not target.is_cuda and target.dtype == dtype and target.is_contiguous():
             self._read_into(read, target)
             return
-        data = torch.empty(read.piece.box.sizes, dtype=dtype)
+        data = self._scratch(read)
         self._read_into(read, data)
         self._keep(read, data)
+
+    def _scratch(self, read: Read) -> Tensor:
+        """Memory for a piece."""
+        numbers = self._reused("piece", read.piece.bytes).view(getattr(torch, read.dtype))
+        return numbers.view(read.piece.box.sizes)
+
+    def _reused(self, purpose: str, size: int) -> Tensor:
+        """Bytes, the same memory each time: pages that are new take as long as the reading."""
+        if purpose not in self.memory or self.memory[purpose].nbytes < size:
+            self.memory[purpose] = torch.empty(size, dtype=torch.uint8)
+        return self.memory[purpose][:size]
 
     def _once(self, read: Read) -> Tensor:
         """A piece that is sent, in several rounds perhaps, which follow each other."""
         if self.last is None or self.last[0] != read.piece:
-            self.last = read.piece, torch.empty(read.piece.box.sizes, dtype=getattr(torch, read.dtype))
+            self.last = read.piece, self._scratch(read)
             self._read_into(read, self.last[1])
         return self.last[1]
 
@@ -144,7 +156,7 @@ class _Load:
         leaving = [part for read in of_round.reads for part in read.parts if part.rank != self.rank]
         sizes = [sum(part.room for part in leaving if part.rank == rank) for rank in range(self.world)]
         starts = list(itertools.accumulate(sizes, initial=0))
-        sent = torch.empty(starts.pop(), dtype=torch.uint8)
+        sent = self._reused("sent", starts.pop())
         for read in of_round.reads:
             data = self._once(read)
             self._keep(read, data)
@@ -155,7 +167,7 @@ class _Load:
                     starts[part.rank] += part.room
         arriving = [of_round.receives.get(rank, []) for rank in range(self.world)]
         from_each = [sum(part.room for _, part in parts) for parts in arriving]
-        received = torch.empty(sum(from_each), dtype=torch.uint8)
+        received = self._reused("received", sum(from_each))
         dist.all_to_all_single(received, sent, from_each, sizes)
         start = 0
         for dtype, part in itertools.chain(*arriving):
