@@ -1,5 +1,6 @@
 """A run that stops and goes on is the run that did not stop; on another mesh, too."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from parallel2d.checkpoint.load import load_checkpoint
 from parallel2d.checkpoint.manifest import read_manifest
 from parallel2d.checkpoint.store import CheckpointStore
 from parallel2d.step import seed_step
-from tests.ranks import TEXT, run_ranks, run_recipe
+from tests.ranks import TEXT, TINY_RUN, run_ranks, run_recipe
 
 FLAGS = (
     *TEXT,
@@ -151,3 +152,23 @@ def test_random_state_resumes_too(tmp_path):
     second = run_ranks(4, train_with_dropout, str(tmp_path / "b"), 3, 6)
     assert [a + b for a, b in zip(first, second, strict=True)] == straight
     assert straight[0] != straight[2]  # data-parallel ranks draw different masks
+
+
+def test_the_flags_of_retention_and_async_reach_the_run(tmp_path):
+    """At a rate that spoils the model the best checkpoint is an early one, which no other rule keeps."""
+    flags = ["--steps", "7", "--checkpoint.every", "1", "--log.val_every", "1", "--optim.lr", "3"]
+    kept = ["--checkpoint.keep", "1", "--checkpoint.keep_every", "4", "--checkpoint.keep_best", "1"]
+    said = {}
+    for choice in ("true", "false"):
+        out = tmp_path / choice
+        (outcome,) = run_recipe(1, *TINY_RUN, *flags, *kept, "--checkpoint.async", choice, "--out", str(out))
+        assert outcome.exitcode == 0, outcome.stderr
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        losses = {line["step"]: line["val_loss"] for line in lines if line.get("val_loss") and line["step"]}
+        best = min(losses, key=losses.__getitem__)
+        assert best not in (4, 7)
+        held = {int(p.name.removeprefix("step-")) for p in (out / "checkpoints").iterdir()}
+        assert held == {best, 4, 7}
+        said[choice] = outcome.stdout.index("step-00000001 in") < outcome.stdout.index("\nstep 2/7")
+    # In the background a save is told of when the next step has ended.
+    assert said == {"true": False, "false": True}
