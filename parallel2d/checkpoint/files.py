@@ -11,6 +11,7 @@ import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -157,8 +158,7 @@ def commit(writing: Path, final: Path, manifest: Manifest) -> None:
     path.write_bytes(index)
     sync(path)
     files = {**manifest.files, DCP_METADATA_FILE: StoredFile(len(index), Hash(index).hexdigest())}
-    whole = Manifest(**{**vars(manifest), "files": files})
-    write_text(writing / MANIFEST_FILE, to_json(whole))
+    write_text(writing / MANIFEST_FILE, to_json(replace(manifest, files=files)))
     sync(writing)
     writing.rename(final)
     sync(final.parent)

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,11 +82,22 @@ def find_checkpoint(path: Path) -> Path:
     """
     if is_checkpoint(path):
         return path
+    _, whole, damaged = checkpoints_of_run(path)
+    return newest_path(whole, damaged)
+
+
+def checkpoints_of_run(path: Path) -> tuple[Path, list[Checkpoint], dict[Path, DamagedCheckpoint]]:
+    """The folder of a run that holds checkpoints, and those; UserError if there is none, be it damaged."""
     for folder in (path / "checkpoints", path):
         whole, damaged = checkpoints_in(folder)
         if whole or damaged:
-            return max([c.path for c in whole] + list(damaged), key=lambda p: int(p.name[5:]))
+            return folder, whole, damaged
     raise UserError(f"{path} is neither a checkpoint (…/step-00000200) nor a run folder that holds one")
+
+
+def newest_path(whole: Iterable[Checkpoint], damaged: Iterable[Path]) -> Path:
+    """Of the largest step, whole or not."""
+    return max([*(checkpoint.path for checkpoint in whole), *damaged], key=step_in_name)
 
 
 def delete(path: Path) -> None:

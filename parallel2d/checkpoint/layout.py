@@ -9,8 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from parallel2d.checkpoint.manifest import OPTIMIZER, WEIGHTS, Manifest
 from parallel2d.checkpoint.mismatch import mismatches
+from parallel2d.checkpoint.state import split_of, state_tensors
 from parallel2d.errors import UserError
-from parallel2d.shards import Box, local_box, splits_of
+from parallel2d.shards import Box, local_box
 
 
 @dataclass(frozen=True)
@@ -31,17 +32,14 @@ class Layout:
 
 def layouts_of_model(model: nn.Module, world: int) -> dict[str, Layout]:
     """{name in a checkpoint: layout} of every weight and persistent buffer of a sharded model."""
-    persistent = model.state_dict(keep_vars=True)
-    tensors: dict[str, Tensor] = dict(model.named_parameters())
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     # Blocks repeat the same few shapes, and a world may have a thousand ranks.
     known: dict[Any, Layout] = {}
     layouts = {}
-    for name, tensor in tensors.items():
+    for name, tensor in state_tensors(model, None).items():
         key = (tuple(tensor.shape), tensor.placements if isinstance(tensor, DTensor) else None)
         if key not in known:
             known[key] = _layout_of(tensor, world)
-        layouts[WEIGHTS + name] = known[key]
+        layouts[name] = known[key]
     return layouts
 
 
@@ -56,8 +54,7 @@ def _layout_of(tensor: Tensor, world: int) -> Layout:
         box = local_box(tensor, coordinate)
         if 0 not in box.sizes:
             holders[box] = (*holders.get(box, ()), rank)
-    names = mesh.mesh_dim_names or ()
-    return Layout(shape, holders, {names[split.axis]: split.dim for split in splits_of(tensor)})
+    return Layout(shape, holders, split_of(tensor))
 
 
 def _whole(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Layout:

@@ -15,7 +15,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from parallel2d.checkpoint.find import (
     Checkpoint,
     checkpoints_in,
+    checkpoints_of_run,
     is_checkpoint,
+    newest_path,
     open_checkpoint,
     set_aside,
     step_in_name,
@@ -140,13 +142,13 @@ def resume_from(
     ):
         choice, partial = "auto", False  # the same command again, which has come further since
     if choice == "auto":
-        resume = _newest_of(own, partial)
+        resume = _newest_of(own, whole, damaged, partial)
     else:
         resume = None if choice == "never" else _at(Path(choice), partial)
     goes_on = resume and whole and resume.candidates[0].path.resolve() == whole[-1].path.resolve()
     # With its weights alone a run begins at step 0, and comes to the steps that are there already.
     if (whole or damaged) and not (resume and goes_on and resume.step == whole[-1].step):
-        newest = max([c.path for c in whole] + list(damaged), key=step_in_name)
+        newest = newest_path(whole, damaged)
         remedy = "" if choice == "auto" else ", or --checkpoint.resume auto"
         raise UserError(
             f"{out} holds checkpoints up to {newest.name}, which a run with --checkpoint.resume {choice} "
@@ -161,15 +163,15 @@ def _at(path: Path, partial: bool) -> Resume:
     """A checkpoint itself, or a run folder's."""
     if is_checkpoint(path):
         return Resume((open_checkpoint(path),), {}, partial, str(path.resolve()))
-    found = _newest_of(path / "checkpoints", partial) or _newest_of(path, partial)
-    if found is None:
-        raise UserError(f"{path} is neither a checkpoint (…/step-00000200) nor a run folder that holds one")
+    found = _newest_of(*checkpoints_of_run(path), partial)
+    assert found, "a folder without any was refused"
     return replace(found, began_from=str(path.resolve()))
 
 
-def _newest_of(folder: Path, partial: bool) -> Resume | None:
+def _newest_of(
+    folder: Path, whole: list[Checkpoint], damaged: dict[Path, DamagedCheckpoint], partial: bool
+) -> Resume | None:
     """A folder's checkpoints; None if it has none, and an error if it has damaged ones only."""
-    whole, damaged = checkpoints_in(folder)
     if damaged and not whole:
         raise UserError("\n".join([f"no checkpoint in {folder} is intact:", *map(str, damaged.values())]))
     told = {path: str(error) for path, error in damaged.items()}
@@ -213,9 +215,11 @@ def load_newest(resume: Resume, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def _set_aside(damaged: list[Path], than: Checkpoint) -> list[str]:
+    """Lines on what was renamed, on rank 0, which renames."""
     newer = [path for path in damaged if step_in_name(path) > than.step]
     if newer and dist.get_rank() == 0:
-        for path in newer:
-            set_aside(path)
+        told = [f"{path.name} is now {set_aside(path).name}" for path in newer]
+    else:
+        told = []
     dist.barrier()
-    return [f"{path.name} is now {path.name}.damaged" for path in newer]
+    return told

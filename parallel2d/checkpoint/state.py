@@ -12,6 +12,7 @@ from parallel2d.checkpoint.chunks import Chunk
 from parallel2d.checkpoint.manifest import OPTIMIZER, WEIGHTS, StoredTensor
 from parallel2d.errors import UserError
 from parallel2d.fsdp import reshard
+from parallel2d.mesh import AXES
 from parallel2d.shards import splits_of
 
 
@@ -82,7 +83,7 @@ def split_of(tensor: Tensor) -> dict[str, int]:
 
 def mesh_of(model: nn.Module) -> dict[str, int]:
     """{axis: size} of the mesh that the parameters live on; an axis that they do not know has size 1."""
-    sizes = {"dp_replicate": 1, "dp_shard": 1, "tp": 1}
+    sizes = dict.fromkeys(AXES, 1)
     sharded = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
     if sharded is not None:
         mesh = sharded.device_mesh

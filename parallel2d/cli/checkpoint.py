@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from parallel2d.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifes
 from parallel2d.checkpoint.reshard import Source, bytes_to_move, require_apart, reshard, weights_only
 from parallel2d.checkpoint.show import aligned, facts_as_text, facts_of
 from parallel2d.cli.checkpoint_hf import add_export_hf, add_import_hf
-from parallel2d.cli.common import PATH, add_command, found_checkpoint, progress_bar
+from parallel2d.cli.common import PATH, absolute, add_command, found_checkpoint, progress_bar
 from parallel2d.cli.models import MODELS, config_of, make_model, make_users_model
 from parallel2d.errors import UserError
 from parallel2d.mesh import AXES, MeshShape, build_mesh, choose_mesh
@@ -173,9 +172,8 @@ def _diff_as_json(paths: list[Path], found: list[Difference], tolerance: float) 
 
 def _reshard(arguments: argparse.Namespace) -> bool:
     path = found_checkpoint(arguments.source)
-    # `.` has no name that a temporary one could be made of.
-    arguments.destination = Path(os.path.abspath(arguments.destination))
-    require_apart(path, arguments.destination)
+    destination = absolute(arguments.destination)
+    require_apart(path, destination)
     manifest = read_manifest(path)
     shape, layouts = _target(arguments, manifest)
     if arguments.model_only:
@@ -183,10 +181,10 @@ def _reshard(arguments: argparse.Namespace) -> bool:
     of_all = layouts_of_checkpoint(manifest, layouts)
     mesh = {axis: getattr(shape, axis) for axis in AXES}
     with progress_bar("reshard", bytes_to_move(manifest)) as progress:
-        written = reshard(Source(path, manifest), arguments.destination, mesh, of_all, progress)
+        written = reshard(Source(path, manifest), destination, mesh, of_all, progress)
     total = sum(file.bytes for file in written.files.values())
     files = f"{len(written.files)} files, {total:,} bytes"
-    print(f"{arguments.destination}: step {written.step} for {shape}, {files}")
+    print(f"{destination}: step {written.step} for {shape}, {files}")
     return True
 
 

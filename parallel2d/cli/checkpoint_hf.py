@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from parallel2d.checkpoint.manifest import WEIGHTS, Manifest, read_manifest
-from parallel2d.cli.common import PATH, add_command, found_checkpoint, progress_bar
+from parallel2d.cli.common import PATH, absolute, add_command, found_checkpoint, progress_bar
 from parallel2d.cli.models import MODELS, config_of, make_model
 from parallel2d.errors import UserError
 from parallel2d.hf.companions import companions_of, config_beside, kept_companions, kept_config
@@ -79,7 +78,7 @@ def _add_dtype(parser: argparse.ArgumentParser, default: str) -> None:
 def _export(arguments: argparse.Namespace) -> bool:
     if not 0 < arguments.max_shard_bytes < math.inf:
         raise UserError(f"--max-shard-bytes {arguments.max_shard_bytes} is not a size")
-    source, folder = found_checkpoint(arguments.source), _absolute(arguments.folder)
+    source, folder = found_checkpoint(arguments.source), absolute(arguments.folder)
     manifest = read_manifest(source)
     model = _model_of(source, manifest)
     if arguments.tokenizer:
@@ -108,7 +107,7 @@ def _export(arguments: argparse.Namespace) -> bool:
 
 
 def _import(arguments: argparse.Namespace) -> bool:
-    folder, destination = Path(arguments.folder), _absolute(arguments.destination)
+    folder, destination = Path(arguments.folder), absolute(arguments.destination)
     try:
         model_class, config = from_hf(read_config(folder))
     except CannotCarry as error:
@@ -130,11 +129,6 @@ def _import(arguments: argparse.Namespace) -> bool:
         f"also kept: {', '.join(file.name for file in companions) or 'no tokenizer files'}"
     )
     return True
-
-
-def _absolute(name: str) -> Path:
-    """Of a folder to make: `.` has no name that a temporary one could be made of."""
-    return Path(os.path.abspath(name))
 
 
 def _model_of(source: Path, manifest: Manifest) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,3 +55,8 @@ def progress_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]
             bar.update(count)
 
         yield advance
+
+
+def absolute(path: str | Path) -> Path:
+    """Of a folder to make: `.` has no name that a temporary one could be made of."""
+    return Path(os.path.abspath(path))

@@ -21,9 +21,10 @@ from parallel2d.checkpoint.manifest import (
     Manifest,
     StoredBlock,
     StoredTensor,
-    piece_rows,
     versions,
 )
+from parallel2d.checkpoint.rows import row_boxes
+from parallel2d.checkpoint.state import mesh_of
 from parallel2d.errors import UserError
 from parallel2d.hf.companions import Companion, copy_to_folder, keep
 from parallel2d.hf.folder import StoredTensors, open_folder
@@ -124,12 +125,11 @@ def _rows(
     A few rows of a transposed tensor are a little of every piece that was stored: the pieces would be
     read again and again.
     """
-    count = kind.shape[0] if transpose else piece_rows(kind.shape, kind.dtype.itemsize, _BUFFER_BYTES)
-    for first in range(0, kind.shape[0], count):
-        rows = torch.empty((min(count, kind.shape[0] - first), *kind.shape[1:]), dtype=kind.dtype)
+    for box in row_boxes(kind.shape, kind.dtype.itemsize, kind.bytes if transpose else _BUFFER_BYTES):
+        rows = torch.empty(box.sizes, dtype=kind.dtype)
         # As the parameters see it: one after the other along dim 0.
         ours = rows.T if transpose else rows
-        wanted = Box((first, *[0] * (rows.ndim - 1)), tuple(ours.shape))
+        wanted = Box(box.offsets, tuple(ours.shape))
         for part, name in pieces.items():
             shape = shapes[name]
             whole = Box((part * shape[0], *[0] * (len(shape) - 1)), shape)
@@ -178,7 +178,7 @@ def import_hf(
                 for name, p in model.named_parameters()
             }
             data.close()
-        kind, mesh = type(model).__name__, {"dp_replicate": 1, "dp_shard": 1, "tp": 1}
+        kind, mesh = type(model).__name__, mesh_of(model)
         manifest = Manifest(0, mesh, versions(), kind, "", trainer, files | data.files, tensors)
         commit(writing, destination, manifest)
     except OSError as error:
@@ -200,10 +200,8 @@ def _store(
 ) -> StoredTensor:
     """Write a parameter in blocks along dim 0."""
     dtype = dtype or stored.dtypes[place[0]]
-    rows = piece_rows(shape, dtype.itemsize, _BUFFER_BYTES)
     blocks = []
-    for first in range(0, shape[0], rows):
-        box = Box((first, *[0] * (len(shape) - 1)), (min(rows, shape[0] - first), *shape[1:]))
+    for box in row_boxes(shape, dtype.itemsize, _BUFFER_BYTES):
         block = read_block(stored, place, shape, box).to(dtype)
         require_finite(place[0], block)
         blocks.append(data.add(block, box.offsets))
