@@ -3,6 +3,7 @@
 The only reader of RANK, WORLD_SIZE and LOCAL_RANK.
 """
 
+import gc
 import io
 import os
 import signal
@@ -80,6 +81,16 @@ def world(size: int, device: str, timeout_s: float) -> Iterator[torch.device]:
     # Only after success: a rank that failed must not wait here for the others.
     dist.barrier()
     dist.destroy_process_group()
+
+
+def settle() -> None:
+    """Tell the garbage collector that what there is now will stay; to be called before the first step.
+
+    Otherwise it goes through every object that the imports, the model and its DTensors made, again and
+    again, at a moment of its own on each rank, while the others wait.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager

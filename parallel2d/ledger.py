@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel2d.collectives import is_gloo
 from parallel2d.fsdp import GradientSync, Reshard
 from parallel2d.mesh import AXES
 from parallel2d.shards import tp_shape
@@ -44,6 +45,7 @@ _KINDS = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
+    "alltoall_base_": "all_to_all",
 }
 
 
@@ -72,7 +74,11 @@ class Observer(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             kind = _KINDS.get(func._opname)
             if kind is not None:
-                entry = (self._axis(_group_name(args)), kind)
+                group = _group_name(args)
+                # What a reduce-scatter is on gloo, see `collectives.reduce_scatter`.
+                if kind == "all_to_all" and is_gloo(_resolve_process_group(group)):
+                    kind = "reduce_scatter"
+                entry = (self._axis(group), kind)
                 size = max(_bytes(args), _bytes(result))
                 self._seen[entry] = self._seen.get(entry, Traffic()) + Traffic(1, size)
         return result
@@ -141,15 +147,15 @@ def expected_step(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh
     - dp_shard: L+1 gathers of weights in forward, and in backward one for each group that was freed:
       L-1 (auto), L+1 (always) or none (never); with a number N, L-1 over dp_shard/N;
     - dp_shard: L+1 reduce-scatters of gradients; dp_replicate: L+1 all-reduces of the shards' gradients;
-    - tp: 4L+2 gathers and as many scatters, 1 gather for the loss, 1 all-reduce for each weight that is
-      whole over tp (norms, biases added after a sum, key/value heads fewer than tp); with activation
-      checkpointing 2L gathers and L scatters more, for what is computed again (a compiled block with
-      full checkpointing is computed again as a whole, its last scatter included: 2L scatters).
+    - tp: 4L+2 gathers and as many scatters, 1 gather for the loss, L+1 all-reduces, each for all that a
+      unit or the root has of weights that are whole over tp (norms, biases added after a sum, key/value
+      heads fewer than tp); with activation checkpointing 2L gathers and L scatters more, for what is
+      computed again (a compiled block with full checkpointing is computed again as a whole, its last
+      scatter included: 2L scatters).
 
-    With gradient_sync `last` the reductions, those of whole weights over tp included, are once per step,
-    with `replicas_last` those over dp_replicate. What is frozen is not reduced, and backward ends at
-    the first trained parameter. Per step: over each data axis an all-reduce for the token count and one
-    for the loss, over the world one for the gradient norm. An axis of size 1 sends nothing.
+    With gradient_sync `last` the reductions over dp are once per step, with `replicas_last` those over
+    dp_replicate. What is frozen is not reduced, and backward ends at the first trained parameter. Per
+    step: over the world an all-reduce of three numbers. An axis of size 1 sends nothing.
     """
     reach = _backward_reach(model, units)
     ledger = _gathers(model, units, mesh, step, reach) | _reductions(model, units, mesh, step)
@@ -157,10 +163,8 @@ def expected_step(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh
     sizes = {axis: mesh[axis].size() for axis in AXES} | {WORLD: mesh.size()}
     # An axis as large as the world has the world's own group.
     world = next((axis for axis in AXES if sizes[axis] == sizes[WORLD]), WORLD)
-    on_gpu = next(model.parameters()).device.type == "cuda"
-    norm = Traffic(1, 4 if on_gpu else 8)
-    for axis, more in (("dp_shard", Traffic(2, 16)), ("dp_replicate", Traffic(2, 16)), (world, norm)):
-        ledger[axis, "all_reduce"] = ledger.get((axis, "all_reduce"), Traffic()) + more
+    # Token count, loss and squared gradient norm, in float64.
+    ledger[world, "all_reduce"] = ledger.get((world, "all_reduce"), Traffic()) + Traffic(1, 24)
     # A part of an axis is named axis/size.
     sent = {key: traffic for key, traffic in ledger.items() if sizes[key[0].split("/")[0]] > 1}
     return {key: traffic for key, traffic in sent.items() if traffic.count}
@@ -226,10 +230,8 @@ def _reductions(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, 
     trained = [[p for p in group if p.requires_grad] for group in _groups(model, units)]
     sizes = [sum(_padded(tp_shape(p), shards) for p in group) for group in trained if group]
     reduced = sum(sizes) * step.reduce.itemsize
-    whole = [p for group in trained for p in group if tp_shape(p) == p.shape]
-    # What waits for the last micro-batch waits in the dtype of the reduction.
-    waits = step.gradient_sync == "last" and step.accumulation > 1
-    whole_size = (step.reduce if waits else step.compute).itemsize
+    whole = [sum(p.numel() for p in group if tp_shape(p) == p.shape) for group in trained]
+    whole_bytes = sum(whole) * step.compute.itemsize * step.accumulation
     shard_times = 1 if step.gradient_sync == "last" else step.accumulation
     replica_times = step.accumulation if step.gradient_sync == "every" else 1
     return {
@@ -237,9 +239,7 @@ def _reductions(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, 
         ("dp_replicate", "all_reduce"): Traffic(
             len(sizes) * replica_times, reduced // shards * replica_times
         ),
-        ("tp", "all_reduce"): Traffic(
-            len(whole) * shard_times, sum(p.numel() for p in whole) * whole_size * shard_times
-        ),
+        ("tp", "all_reduce"): Traffic(sum(n > 0 for n in whole) * step.accumulation, whole_bytes),
     }
 
 
