@@ -16,6 +16,7 @@ allocator sees it (on a CPU: the process's resident set).
 """
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -51,6 +52,7 @@ WORLDS = {
     "70B": (PRESETS["llama3-70b"], MeshShape(1, 32, 8)),
 }
 MAX_NORM = 1.0
+OUT_OF_MEMORY, OUT_OF_TIME = "out of memory", "left out: --minutes are over"
 HEADER = """\
 | | program | sequence | s/step | tokens/s | MFU | GiB allocated | GiB reserved | first step s | |
 |---|---|---|---|---|---|---|---|---|---|"""
@@ -117,7 +119,10 @@ def plan(arguments: argparse.Namespace) -> list[Row]:
         worlds = {name: (alone, mesh) for name, (_, mesh) in WORLDS.items()}
     lengths = (64, 128) if arguments.tiny else (4096, 8192)
     by_itself = Row("", "", alone, MeshShape(), lengths[0], arguments.micro_batch, steps)
-    eager, compiled = replace(by_itself, what="1×1 eager"), replace(by_itself, what="1×1 compile", compile=True)
+    eager, compiled = (
+        replace(by_itself, what="1×1 eager"),
+        replace(by_itself, what="1×1 compile", compile=True),
+    )
     selective = replace(by_itself, what="1×1 selective", checkpointing="selective")
     full = replace(by_itself, what="1×1 full", checkpointing="full")
     both = replace(selective, what="1×1 compile+selective", compile=True)
@@ -145,9 +150,6 @@ def measure_all(rows: list[Row], device: str, limit_s: float) -> Iterator[tuple[
         if result.get("note") == OUT_OF_MEMORY and row.mesh.world > 1:
             shorter = replace(row, seq_len=row.seq_len // 2)
             yield shorter, measure_apart(context, shorter, device, deadline)
-
-
-OUT_OF_MEMORY, OUT_OF_TIME = "out of memory", "left out: --minutes are over"
 
 
 def measure_apart(context: Any, row: Row, device: str, deadline: float) -> dict[str, Any]:
@@ -252,7 +254,7 @@ def imagined_step(
     clip_gradients(model.parameters(), gradient_norm(model.parameters()), MAX_NORM)
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss)
+    return loss.item()
 
 
 def run_steps(row: Row, step: Step, device: torch.device) -> dict[str, Any]:
@@ -276,7 +278,7 @@ def run_steps(row: Row, step: Step, device: torch.device) -> dict[str, Any]:
         loss = step(ids, targets)
         marks.append(mark(device))
     synchronize(device)
-    seconds = [seconds_between(*pair) for pair in zip(marks, marks[1:], strict=False)]
+    seconds = [seconds_between(*pair) for pair in itertools.pairwise(marks)]
     finite = not isinstance(loss, float) or math.isfinite(loss)
     return {
         "seconds": seconds,
