@@ -29,7 +29,7 @@ def gpu(monkeypatch):
 def test_the_command(tmp_path):
     file = tmp_path / "rows.json"
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--tiny", "--json", str(file)]
-    flags = ["--only", "eager", "70B on 32×8, full", "--warm_up", "1", "--steps", "3", "--micro_batch", "2"]
+    flags = ["--only", "eager", "70B on 32x8, full", "--warm_up", "1", "--steps", "3", "--micro_batch", "2"]
     done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     rows = json.loads(file.read_text())
@@ -71,14 +71,16 @@ def test_a_row_that_fails_or_comes_too_late_is_told(gpu):
     began = time.monotonic()
     results = dict(gpu.measure_all([endless, good], "cpu", 3))
     assert results == {row: {"note": gpu.OUT_OF_TIME} for row in (endless, good)}
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
 
 
 def test_out_of_memory_is_a_result(gpu):
+    from gpu_row import outcome
+
     def allocate() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    assert gpu.outcome(allocate) == {"note": gpu.OUT_OF_MEMORY}
+    assert outcome(allocate) == {"note": gpu.OUT_OF_MEMORY}
 
 
 def memory_of_step(shape: MeshShape, imagined: bool) -> dict[str, int]:
@@ -86,12 +88,12 @@ def memory_of_step(shape: MeshShape, imagined: bool) -> dict[str, int]:
     from torch.distributed._tools.mem_tracker import MemTracker
 
     sys.path.insert(0, str(BENCHMARKS))
-    import gpu
+    from gpu_row import Row, build, imagined_step
 
-    row = gpu.Row("", "parallel2d", MODEL, shape, 16, 2, (1, 1), "full")
+    row = Row("", "parallel2d", MODEL, shape, 16, 2, (1, 1), "full")
     device, ids = torch.device("cpu"), torch.zeros(2, 16, dtype=torch.long)
     with launch.imagined_world(shape.world) if imagined else launch.world(shape.world, "cpu", 60):
-        step, tracker = gpu.build(row, device, gpu.imagined_step), MemTracker()
+        step, tracker = build(row, device, imagined_step), MemTracker()
         for _ in range(2):  # the first makes the optimizer's state
             tracker.reset_mod_stats()
             with tracker:
