@@ -133,7 +133,11 @@ def measure_apart(context: Any, row: Row, device: str, deadline: float) -> dict[
         process.start()
         sender.close()
         try:
-            return receiver.recv() if receiver.poll(left_s) else {"note": OUT_OF_TIME}
+            if not receiver.poll(left_s):
+                return {"note": OUT_OF_TIME}
+            result = receiver.recv()
+            process.join(10)  # time to end its compiler's workers
+            return result
         except EOFError:
             process.join()
             return {"note": f"failed with status {process.exitcode}, see above"}
