@@ -95,9 +95,10 @@ def settle() -> None:
 
 @contextmanager
 def imagined_world(size: int) -> Iterator[None]:
-    """This process as rank 0 of `size` ranks that do not exist: what a mesh would hold, asked without one.
+    """This process as rank 0 of `size` ranks that do not exist: what one would hold or compute on a mesh.
 
-    Collectives return at once and leave what they were given; only models on meta belong here.
+    Collectives return at once, with copies of what this rank gave (a reduction: with that itself) or,
+    before torch 2.13, a reduce-scatter with whatever was in memory: no number here means anything.
     """
     # Its import is what makes the backend known.
     from torch.testing._internal.distributed.fake_pg import FakeStore
