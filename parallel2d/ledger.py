@@ -45,6 +45,7 @@ _KINDS = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",  # the compiler's, where the input is not needed any more
     "alltoall_base_": "all_to_all",
 }
 

@@ -24,56 +24,57 @@ def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> 
 
 
 @dataclass(frozen=True)
-class Owned:
-    """A parameter, by the module that owns it: what the name stands for changes as FSDP gathers and frees.
+class Weight:
+    """A parameter, by where it lies: what is found there changes as FSDP gathers and frees.
 
-    partial: each tp rank's gradient is a part of a sum.
+    owners: (module, name), several if it is tied, so that the gradients of all are added up before they
+    are sent. partial: each tp rank's gradient is a part of a sum.
     """
 
-    module: nn.Module
-    name: str
+    owners: Sequence[tuple[nn.Module, str]]
     partial: bool
 
     @property
     def parameter(self) -> Tensor:
-        return self.module._parameters[self.name]  # type: ignore[return-value]  # None is not listed
-
-    @property
-    def is_trained(self) -> bool:
-        return self.parameter.requires_grad
+        module, name = self.owners[0]
+        return module._parameters[name]  # type: ignore[return-value]  # None is no weight
 
 
 def show_local(
-    function: Callable[..., Any], owned: Sequence[Owned], tp_mesh: DeviceMesh
+    function: Callable[..., Any], weights: Sequence[Weight], tp_mesh: DeviceMesh
 ) -> Callable[..., Any]:
-    """The function, during which these parameters' modules see this rank's shares, as plain tensors.
+    """The function, during which the weights' modules see this rank's shares, as plain tensors.
 
     Forward: nothing; backward: one all-reduce over tp for the gradients of all that are partial, if any.
     """
 
     def shown(*args: Any, **kwargs: Any) -> Any:
-        with _in_place_of_parameters(owned, tp_mesh.get_group()):
+        with _in_place_of_parameters(weights, tp_mesh.get_group()):
             return function(*args, **kwargs)
 
     return shown
 
 
 @contextmanager
-def _in_place_of_parameters(owned: Sequence[Owned], group: torch.distributed.ProcessGroup) -> Iterator[None]:
+def _in_place_of_parameters(
+    weights: Sequence[Weight], group: torch.distributed.ProcessGroup
+) -> Iterator[None]:
     """An instance attribute shadows the entry in `_parameters`, which FSDP and the optimizer know."""
-    # Tied parameters have one share, too, so that its gradients are added up before they are sent.
-    shares = {id(one.parameter): one for one in owned}
-    local = dict(zip(shares, _local([one.parameter for one in shares.values()]), strict=True))
-    partial = [key for key, one in shares.items() if one.partial and local[key].requires_grad]
+    shares = _local([weight.parameter for weight in weights])
+    partial = [i for i, weight in enumerate(weights) if weight.partial and shares[i].requires_grad]
     if partial:
-        local |= zip(partial, sum_gradients([local[key] for key in partial], group), strict=True)
-    for one in owned:
-        one.module.__dict__[one.name] = local[id(one.parameter)]
+        summed = sum_gradients([shares[i] for i in partial], group)
+        for i, share in zip(partial, summed, strict=True):
+            shares[i] = share
+    for weight, share in zip(weights, shares, strict=True):
+        for module, name in weight.owners:
+            module.__dict__[name] = share
     try:
         yield
     finally:
-        for one in owned:
-            del one.module.__dict__[one.name]
+        for weight in weights:
+            for module, name in weight.owners:
+                del module.__dict__[name]
 
 
 def _local(parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.modules.dropout import _DropoutNd
 
 from parallel2d.errors import UserError
-from parallel2d.local_weights import Owned, show_local
+from parallel2d.local_weights import Weight, show_local
 from parallel2d.styles import (
     SEQUENCE_STYLES,
     STYLE_NAMES,
@@ -76,15 +76,18 @@ def _show_local(
     methods: Sequence[str] = (),
 ) -> None:
     """Whatever FSDP gathers together is shown together, and its partial gradients are summed together."""
-    owned = [
-        Owned(module, name, partial=name in style.partial(module, tp_mesh))
-        for module in modules
-        if isinstance(style := styles.get(module), LocalStyle)
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-    ]
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    partial = set()
+    for module in modules:
+        style = styles.get(module)
+        if isinstance(style, LocalStyle):
+            own = {name: p for name, p in module._parameters.items() if p is not None}
+            partial |= {own[name] for name in style.partial(module, tp_mesh) if name in own}
+            for name, parameter in own.items():
+                owners.setdefault(parameter, []).append((module, name))
+    weights = [Weight(places, partial=parameter in partial) for parameter, places in owners.items()]
     for name in ("forward", *methods):
-        setattr(caller, name, show_local(getattr(caller, name), owned, tp_mesh))
+        setattr(caller, name, show_local(getattr(caller, name), weights, tp_mesh))
 
 
 def match_plan(model: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
