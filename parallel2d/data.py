@@ -219,4 +219,7 @@ class RankData:
 
     def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         ids, targets = batch
-        return ids.to(self.device), targets.to(self.device)
+        if self.device.type == "cuda":
+            # From pinned memory the copy runs beside what the GPU still computes, and nobody waits for it.
+            ids, targets = ids.pin_memory(), targets.pin_memory()
+        return ids.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)

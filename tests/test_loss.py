@@ -28,7 +28,13 @@ def sharded_loss(tp: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, 
         return loss.detach(), gather_vocab(mine.grad, vocab), gather_vocab(mine.detach(), vocab)
 
 
-@pytest.mark.parametrize(("tp", "vocab_size"), [(1, 11), (2, 11), (4, 10), (4, 13), (3, 3), (8, 64)])
+SEVERAL_CHUNKS = 100_003  # of which a chunk has two rows
+
+
+@pytest.mark.parametrize(
+    ("tp", "vocab_size"),
+    [(1, 11), (2, 11), (4, 10), (4, 13), (3, 3), (8, 64), (1, SEVERAL_CHUNKS), (2, SEVERAL_CHUNKS)],
+)
 def test_equals_torch(tp, vocab_size):
     logits, targets = example(vocab_size)
     whole = logits.clone().requires_grad_()
@@ -56,8 +62,8 @@ def test_nothing_but_ignored_tokens_is_zero():
 
 
 def test_bfloat16_logits_are_summed_in_float32():
-    logits = torch.randn(1, 64, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
-    targets = torch.zeros(1, 64, dtype=torch.int64)
+    logits = torch.randn(1, 5, SEVERAL_CHUNKS, generator=torch.Generator().manual_seed(0)).bfloat16()
+    targets = torch.tensor([[0, 5, SEVERAL_CHUNKS - 1, -100, 1]])
     loss, gradient = run_ranks(1, loss_and_gradient, logits, targets)[0]
     expected = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
     assert (loss.dtype, gradient.dtype) == (torch.float32, torch.bfloat16)
