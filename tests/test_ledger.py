@@ -98,10 +98,9 @@ def test_what_each_mode_of_accumulation_saves():
         tuple(ledger[key].count for key in (("dp_shard", "reduce_scatter"), ("dp_replicate", "all_reduce")))
         for ledger in seen
     ]
-    # Two more over the replicas: token count and loss.
-    assert counts == [(12, 14), (6, 8), (12, 8)]
-    # Of eleven norm weights: with each micro-batch, or once.
-    assert [ledger["tp", "all_reduce"].count for ledger in seen] == [22, 11, 22]
+    assert counts == [(12, 12), (6, 6), (12, 6)]
+    # The norm weights of each unit and of the root, with each micro-batch.
+    assert [ledger["tp", "all_reduce"].count for ledger in seen] == [12, 12, 12]
 
 
 @pytest.mark.parametrize(
