@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from .parts import Embedding, Linear, indivisible, negative, not_positive, residual_std, rowless
+from .parts import Embedding, Linear, RMSNorm, indivisible, negative, not_positive, residual_std, rowless
 from .rope import RopeScaling, rotary_table, rotate
 
 
@@ -107,7 +107,7 @@ PRESETS = {
 class Positions:
     """What attention knows of positions: cos and sin of the rotary angles, and who sees whom.
 
-    cos, sin: (s, k), float32. mask: (s, s), true where the row's position sees the column's; None:
+    cos, sin: from `rotary_table`. mask: (s, s), true where the row's position sees the column's; None:
     all up to itself.
     """
 
@@ -128,8 +128,8 @@ class Attention(nn.Module):
         self.v = Linear(config.width, keys, config.init_std, config.qkv_bias)
         added_std = residual_std(config.init_std, config.num_layers)
         self.o = Linear(queries, config.width, added_std, config.o_bias)
-        self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, at: Positions) -> Tensor:
         # x: (b, s, d) -> (b, s/tp, d). Heads are counted from what the projections return: h/tp of them.
@@ -162,9 +162,9 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width, config.norm_eps)
+        self.attention_norm = RMSNorm(config.width, config.norm_eps)
         self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.width, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.width, config.norm_eps)
         self.ffn = FeedForward(config)
 
     def forward(self, x: Tensor, at: Positions) -> Tensor:
@@ -181,7 +181,7 @@ class Llama(nn.Module):
         self.config = config
         self.embedding = Embedding(config.vocab_size, config.width, config.init_std)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.width, config.norm_eps)
+        self.norm = RMSNorm(config.width, config.norm_eps)
         self.head = Linear(config.width, config.vocab_size, config.init_std)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight

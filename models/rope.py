@@ -2,10 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .parts import not_positive
 
@@ -44,11 +45,11 @@ class RopeScaling:
 def rotary_table(
     seq_len: int, head_dim: int, theta: float, scaling: RopeScaling, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, each (s, k), float32; the first half of sin is negated."""
+    """cos and sin of the rotary angles, float32: cos (s, k), each half the same, and sin (s, k/2)."""
     index = torch.arange(seq_len, device=device, dtype=torch.float32)
     angles = torch.outer(index, _frequencies(head_dim, theta, scaling, device))
     cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return torch.cat((cos, cos), dim=-1), sin
 
 
 def _frequencies(head_dim: int, theta: float, scaling: RopeScaling, device: torch.device) -> Tensor:
@@ -69,6 +70,28 @@ def _frequencies(head_dim: int, theta: float, scaling: RopeScaling, device: torc
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each head by its position's angles: (b, h, s, k) -> (b, h, s, k), in at least float32."""
-    # A pair's other half lies half a head away, in both directions.
-    other = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * cos, other, sin).to(x.dtype)
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient is the rotation back, which autograd would find in more passes over memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, sin, -1), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    turned = x * cos
+    into_first, into_second = turned.chunk(2, dim=-1)
+    into_first.addcmul_(second, sin, value=-direction)
+    into_second.addcmul_(first, sin, value=direction)
+    return turned.to(x.dtype)
