@@ -151,7 +151,11 @@ def expected_traffic(
     sizes = {axis: getattr(mesh, axis) for axis in AXES} | {WORLD: mesh.world}
     # An axis as large as the world has the world's own group.
     world = next((axis for axis in AXES if sizes[axis] == sizes[WORLD]), WORLD)
-    of_step = (("dp_shard", Traffic(2, 16)), ("dp_replicate", Traffic(2, 16)), (world, Traffic(1, norm_bytes)))
+    of_step = (
+        ("dp_shard", Traffic(2, 16)),
+        ("dp_replicate", Traffic(2, 16)),
+        (world, Traffic(1, norm_bytes)),
+    )
     for axis, more in of_step:
         ledger[axis, "all_reduce"] = ledger.get((axis, "all_reduce"), Traffic()) + more
     # A part of an axis is named axis/size.

@@ -113,7 +113,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     return {str(name).lower(): entry for name, entry in read.items()}
 
 
-def _with_bases(name: str, entries: Mapping[str, dict[str, Any]], seen: tuple[str, ...] = ()) -> dict[str, Any]:
+def _with_bases(name: str, entries: Mapping[str, Any], seen: tuple[str, ...] = ()) -> dict[str, Any]:
     """The entry over the one that it is like."""
     entry = dict(entries[name])
     base = entry.pop("like", None)
@@ -121,9 +121,8 @@ def _with_bases(name: str, entries: Mapping[str, dict[str, Any]], seen: tuple[st
         return entry
     if base not in entries or base in (*seen, name):
         raise UserError(f"gpu {name}: like {base!r} is no other entry (these are: {', '.join(entries)})")
-    merged = {**_with_bases(base, entries, (*seen, name)), **entry}
-    inherited = _with_bases(base, entries, (*seen, name)).get("reached", {})
-    return merged | {"reached": {**inherited, **entry.get("reached", {})}}
+    under = _with_bases(base, entries, (*seen, name))
+    return {**under, **entry, "reached": {**under.get("reached", {}), **entry.get("reached", {})}}
 
 
 def _gpu(name: str, entry: dict[str, Any]) -> Gpu:

@@ -71,15 +71,27 @@ class Memory:
         return self.peak.total
 
     @property
+    def stays(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def transient(self) -> int:
+        """The most that comes and goes within a step."""
+        return max(phase.transient for phase in self.phases)
+
+    @property
     def reserved(self) -> int:
-        stays = self.parameters + self.gradients + self.optimizer
-        return stays + round((1 + FRAGMENTATION) * max(phase.transient for phase in self.phases))
+        return self.stays + round((1 + FRAGMENTATION) * self.transient)
 
     def verdict(self, memory_bytes: float) -> str:
-        """fit, borderline or no, for a GPU with so much."""
-        if self.reserved * (1 + MARGIN) <= memory_bytes:
-            return "fit"
-        return "no" if self.reserved * (1 - MARGIN) > memory_bytes else "borderline"
+        return verdict(self.reserved, memory_bytes)
+
+
+def verdict(reserved: float, memory_bytes: float) -> str:
+    """fit, borderline or no, for a GPU with so much."""
+    if reserved * (1 + MARGIN) <= memory_bytes:
+        return "fit"
+    return "no" if reserved * (1 - MARGIN) > memory_bytes else "borderline"
 
 
 def states(
@@ -237,7 +249,10 @@ class _Terms:
             kept = c * (d // t + 2 * q + k + f + d) + heads + (2 * c * d // t if t > 1 else 0)
             kept -= c * d if self.setup.compile else 0
             return T * kept, "c·(d/t + 2q/t + k/t + f/t + d) + 4·heads/t: its input, every second product"
-        return T * self._all(), "c·(2d + 2d/t + 2q/t + 2k/t + 4f/t) + 4·heads/t + 8/t: all that backward needs"
+        return (
+            T * self._all(),
+            "c·(2d + 2d/t + 2q/t + 2k/t + 4f/t) + 4·heads/t + 8/t: what backward needs",
+        )
 
     def _all(self) -> int:
         """Bytes per token that a block's backward needs."""

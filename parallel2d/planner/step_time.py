@@ -28,6 +28,7 @@ class ByHand:
     update: bytes of the update per weight.
     contention: how much of hidden data-parallel traffic still shows.
     async_shown: how much of tp's traffic an asynchronous tp shows.
+    issued: how much the host issues of a compiled block's operations.
     """
 
     ffn: float = 30
@@ -41,6 +42,7 @@ class ByHand:
     update: float = 40
     contention: float = 0.15
     async_shown: float = 0.5
+    issued: float = 0.3
 
 
 HAND = ByHand()
@@ -56,12 +58,14 @@ class Seconds:
     tp_traffic: float
     dp_traffic: float
     update: float
+    host: float
     accumulation: int
 
     @property
     def step(self) -> float:
+        """The GPU waits for the host where that takes longer."""
         parts = self.matmul + self.attention + self.elementwise + self.tp_traffic + self.dp_traffic
-        return parts * self.accumulation + self.update
+        return max(parts, self.host) * self.accumulation + self.update
 
     @property
     def limit(self) -> str:
@@ -72,6 +76,8 @@ class Seconds:
             "tp traffic": self.tp_traffic,
             "dp traffic": self.dp_traffic,
         }
+        if self.host > sum(parts.values()):
+            return "host"
         return max(parts, key=lambda part: parts[part])
 
 
@@ -100,7 +106,8 @@ def seconds(
     busy = matmul + attention + elementwise + tp_traffic
     dp_traffic = _dp_seconds(shape, mesh, setup, cluster, busy)
     update = HAND.update * states(shape, mesh, 1)[0] / memory_rate
-    return Seconds(matmul, attention, elementwise, tp_traffic, dp_traffic, update, setup.accumulation)
+    host = _host_seconds(shape, mesh, setup, program)
+    return Seconds(matmul, attention, elementwise, tp_traffic, dp_traffic, update, host, setup.accumulation)
 
 
 def tokens_per_s_per_gpu(mesh: MeshShape, setup: Setup, step_s: float) -> float:
@@ -110,6 +117,12 @@ def tokens_per_s_per_gpu(mesh: MeshShape, setup: Setup, step_s: float) -> float:
 def mfu(shape: ModelShape, setup: Setup, tokens_per_s: float, peak_flops: float) -> float:
     """Of the model's FLOPs, without what is computed again, at a rate per GPU."""
     return tokens_per_s * flops_per_token(shape, setup.seq_len) / peak_flops
+
+
+def _host_seconds(shape: ModelShape, mesh: MeshShape, setup: Setup, program: Program) -> float:
+    again = {"none": 0.0, "selective": HAND.again / 2, "full": HAND.again}[setup.checkpoint]
+    issued = HAND.issued if setup.compile else 1.0
+    return shape.num_layers * program.dispatch_s[mesh.tp > 1] * (1 + again) * issued
 
 
 def _moved_bytes(shape: ModelShape, mesh: MeshShape, setup: Setup) -> float:
