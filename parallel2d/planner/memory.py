@@ -118,7 +118,7 @@ def _shard(weight: Weight, mesh: MeshShape, shard_index: int, tp_index: int) -> 
 
 def memory(shape: ModelShape, mesh: MeshShape, setup: Setup, program: Program = OURS) -> Memory:
     """Of rank 0, in training with AdamW."""
-    parameters, gradients, optimizer = states(shape, mesh, setup.param.itemsize)
+    parameters, gradients, optimizer = states(shape, mesh, setup.formats.param.itemsize)
     terms = _Terms(shape, mesh, setup, program, parameters, gradients, optimizer)
     phases = (terms.loss(), terms.last_block(), terms.first_block(), terms.root(), terms.update())
     return Memory(phases, parameters, gradients, optimizer)
@@ -152,7 +152,7 @@ class _Terms:
 
     def last_block(self) -> Phase:
         """Backward of the last block, while the one before it is gathered; the head has its gradient."""
-        c, d, t = self.setup.compute.itemsize, self.shape.width, self.mesh.tp
+        c, d, t = self.setup.formats.compute.itemsize, self.shape.width, self.mesh.tp
         head = c * d * share_of(self.shape.vocab_size, t, 0)[1]
         lines = [Line("other", head, "c·d·v/t: the head's gradient, whole until the root is reduced")]
         lines += self._working()
@@ -160,9 +160,9 @@ class _Terms:
 
     def first_block(self) -> Phase:
         """Backward of the first block: all others have their gradients, reduced; one is being reduced."""
-        c, d, t = self.setup.compute.itemsize, self.shape.width, self.mesh.tp
+        c, d, t = self.setup.formats.compute.itemsize, self.shape.width, self.mesh.tp
         head = c * d * share_of(self.shape.vocab_size, t, 0)[1]
-        reducing = self.block * self.setup.reduce.itemsize
+        reducing = self.block * self.setup.formats.reduce.itemsize
         lines = [Line("other", head, "c·d·v/t: the head's gradient")]
         if self.shape.num_layers > 1:
             lines.append(Line("other", reducing, "r·N_l/t: the block above is being reduced"))
@@ -174,8 +174,8 @@ class _Terms:
         """The reduction of the root's gradients, which ends backward."""
         elements = self.root_elements
         lines = [
-            Line("other", elements * self.setup.compute.itemsize, "c·N_0/t: the root's gradients"),
-            Line("other", elements * self.setup.reduce.itemsize, "r·N_0/t: what is reduced of them"),
+            Line("other", elements * self.setup.formats.compute.itemsize, "c·N_0/t: the root's gradients"),
+            Line("other", elements * self.setup.formats.reduce.itemsize, "r·N_0/t: what is reduced of them"),
         ]
         return Phase("reduction of the root", (*self._states(1.0), *lines))
 
@@ -203,7 +203,7 @@ class _Terms:
         return Phase(name, (*self._states(gradients), *lines))
 
     def _logits(self) -> Line:
-        c, t = self.setup.compute.itemsize, self.mesh.tp
+        c, t = self.setup.formats.compute.itemsize, self.mesh.tp
         per_logit = self.program.logit_bytes if t == 1 else self.program.logit_bytes_tp
         # In float32 the logits are their own copy, and their gradient is one tensor.
         per_logit = per_logit if c == 2 else 2 * max(c, 4)
@@ -213,7 +213,7 @@ class _Terms:
     def _head_input(self, is_loss: bool) -> list[Line]:
         if not is_loss:
             return []
-        c, d, t = self.setup.compute.itemsize, self.shape.width, self.mesh.tp
+        c, d, t = self.setup.formats.compute.itemsize, self.shape.width, self.mesh.tp
         tables = 8 * self.setup.seq_len * self.shape.head_dim
         mask = self.setup.seq_len**2 if 0 < self.shape.sliding_window < self.setup.seq_len else 0
         return [
@@ -222,7 +222,7 @@ class _Terms:
         ]
 
     def _gathered(self, blocks: int) -> list[Line]:
-        c, reshard, layers = self.setup.compute.itemsize, self.setup.reshard, self.shape.num_layers
+        c, reshard, layers = self.setup.formats.compute.itemsize, self.setup.reshard, self.shape.num_layers
         if reshard == "never":
             return [Line("gathered", c * (self.block * layers + self.root_elements), "c·N/t: never freed")]
         held = min(blocks, layers) * self.block
@@ -233,7 +233,7 @@ class _Terms:
 
     def _kept(self) -> tuple[int, str]:
         """Bytes that a block keeps from forward to backward, and their formula per token."""
-        c, d, t, T = self.setup.compute.itemsize, self.shape.width, self.mesh.tp, self.setup.tokens
+        c, d, t, T = self.setup.formats.compute.itemsize, self.shape.width, self.mesh.tp, self.setup.tokens
         q, f, k = self.shape.query_width // t, self.shape.ffn_width // t, self.shape.key_width_of(t)
         heads = 4 * self.shape.num_heads // t
         gates = 2 if self.shape.gated else 1
@@ -256,7 +256,7 @@ class _Terms:
 
     def _all(self) -> int:
         """Bytes per token that a block's backward needs."""
-        c, d, t = self.setup.compute.itemsize, self.shape.width, self.mesh.tp
+        c, d, t = self.setup.formats.compute.itemsize, self.shape.width, self.mesh.tp
         q, f, k = self.shape.query_width // t, self.shape.ffn_width // t, self.shape.key_width_of(t)
         normed = q + k if self.shape.qk_norm else 0
         numbers = 2 * d + 2 * d // t + 2 * q + 2 * k + (4 if self.shape.gated else 2) * f + normed
@@ -264,7 +264,7 @@ class _Terms:
 
     def _working(self) -> list[Line]:
         """What one block's backward holds: what it needs, computed again or kept, and its gradients."""
-        c, d, t, T = self.setup.compute.itemsize, self.shape.width, self.mesh.tp, self.setup.tokens
+        c, d, t, T = self.setup.formats.compute.itemsize, self.shape.width, self.mesh.tp, self.setup.tokens
         needed = T * self._all()
         f = self.shape.ffn_width // t
         flowing = T * c * (d + d // t + 2 * f)

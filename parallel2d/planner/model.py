@@ -4,7 +4,9 @@ Symbols, as in docs/planner.md: L layers, d width, q and k the widths of queries
 f feed-forward width, v vocabulary, s sequence length, b sequences per micro-batch, t tensor-parallel ranks.
 """
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from parallel2d.mesh_shape import share_of
 from parallel2d.traffic import Weight
@@ -31,6 +33,12 @@ class ModelShape:
     qk_norm: bool = False
     sliding_window: int = 0
     gated: bool = True
+
+    @classmethod
+    def of(cls, config: Any) -> "ModelShape":
+        """Of a `LlamaConfig`, or of what has its fields and tells the size of a head as `key_width`."""
+        same = {f.name: getattr(config, f.name) for f in dataclasses.fields(cls) if f.name in vars(config)}
+        return cls(**{**same, "head_dim": config.key_width})
 
     @property
     def query_width(self) -> int:

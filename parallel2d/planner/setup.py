@@ -1,6 +1,6 @@
 """What is planned besides model and mesh: batch, checkpointing, FSDP's policy, number formats."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parallel2d.planner.model import ModelShape
 from parallel2d.traffic import Reach, Step
@@ -16,6 +16,21 @@ class NumberFormat:
 
 FLOAT32 = NumberFormat("float32", 4)
 BFLOAT16 = NumberFormat("bfloat16", 2)
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Number formats.
+
+    Args:
+        param: of weights, gradients and moments at rest.
+        compute: of forward and backward.
+        reduce: of the reduction of gradients.
+    """
+
+    param: NumberFormat = FLOAT32
+    compute: NumberFormat = BFLOAT16
+    reduce: NumberFormat = FLOAT32
 
 
 @dataclass(frozen=True)
@@ -50,9 +65,7 @@ class Setup:
         checkpoint: none, selective or full, as given to `parallelize`.
         reshard: reshard_after_forward, as in `FsdpPolicy`.
         compile: each block is compiled.
-        param: number format of weights, gradients and moments at rest.
-        compute: of forward and backward.
-        reduce: of the reduction of gradients.
+        formats: of numbers.
         float8: the blocks' products are float8 (no recipe here does that; for other programs' runs).
         async_tp: gathers and scatters over tp overlap with the products beside them (likewise).
     """
@@ -63,9 +76,7 @@ class Setup:
     checkpoint: str = "none"
     reshard: str | int = "auto"
     compile: bool = False
-    param: NumberFormat = FLOAT32
-    compute: NumberFormat = BFLOAT16
-    reduce: NumberFormat = FLOAT32
+    formats: Formats = field(default_factory=Formats)
     float8: bool = False
     async_tp: bool = False
 
@@ -81,8 +92,8 @@ class Setup:
             self.seq_len,
             shape.width,
             self.accumulation,
-            self.compute,
-            self.reduce,
+            self.formats.compute,
+            self.formats.reduce,
             self.checkpoint,
             reshard_after_forward=self.reshard,
             compile=self.compile,

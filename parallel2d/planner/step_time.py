@@ -27,6 +27,7 @@ class ByHand:
     casts: bytes per number that float8 adds to the products' operands.
     update: bytes of the update per weight.
     contention: how much of hidden data-parallel traffic still shows.
+    latency_s: of one hop of a ring.
     async_shown: how much of tp's traffic an asynchronous tp shows.
     issued: how much the host issues of a compiled block's operations.
     """
@@ -41,6 +42,7 @@ class ByHand:
     casts: float = 9
     update: float = 40
     contention: float = 0.15
+    latency_s: float = 5e-6
     async_shown: float = 0.5
     issued: float = 0.3
 
@@ -151,8 +153,8 @@ def _tp_seconds(shape: ModelShape, mesh: MeshShape, setup: Setup, cluster: Clust
         return 0.0
     gathers, scatters = moves_of_stream(shape.num_layers, setup.step(shape), whole_reach(shape))
     # What is gathered for a float8 product is gathered in float8.
-    gathered = gathers * (1 if setup.float8 else setup.compute.itemsize)
-    stream = setup.tokens * shape.width * (gathered + scatters * setup.compute.itemsize)
+    gathered = gathers * (1 if setup.float8 else setup.formats.compute.itemsize)
+    stream = setup.tokens * shape.width * (gathered + scatters * setup.formats.compute.itemsize)
     within = t <= cluster.gpus_per_node
     rate = cluster.gpu.node_bandwidth if within else cluster.net_bandwidth
     shown = HAND.async_shown if setup.async_tp else 1.0
@@ -163,17 +165,15 @@ def _dp_seconds(shape: ModelShape, mesh: MeshShape, setup: Setup, cluster: Clust
     """What shows of gathering and reducing weights: what exceeds the rest, a part of what it hides, and the
     root's, which come first and last."""
     t, L = mesh.tp, shape.num_layers
-    compute = 1 if setup.float8 else setup.compute.itemsize
+    compute = 1 if setup.float8 else setup.formats.compute.itemsize
     gathers = {"never": L, "always": 2 * L}.get(str(setup.reshard), 2 * L - 1)
-    if setup.reshard == "never":
-        gathers = L / setup.accumulation
     block = shape.layer_matrices / t
     root = sum(w.numel for w in shape.root(t)) / t
     blocks_s = _over_shards(block * compute, mesh, cluster) * gathers
-    blocks_s += L * _reduction(block * setup.reduce.itemsize, mesh, cluster)
+    blocks_s += L * _reduction(block * setup.formats.reduce.itemsize, mesh, cluster)
     shown = max(0.0, blocks_s - busy) + HAND.contention * min(blocks_s, busy)
-    first = _over_shards(root * setup.compute.itemsize, mesh, cluster)
-    return shown + first + _reduction(root * setup.reduce.itemsize, mesh, cluster)
+    first = _over_shards(root * setup.formats.compute.itemsize, mesh, cluster)
+    return shown + first + _reduction(root * setup.formats.reduce.itemsize, mesh, cluster)
 
 
 def _reduction(size: float, mesh: MeshShape, cluster: Cluster) -> float:
@@ -198,4 +198,4 @@ def _over(size: float, ranks: int, stride: int, cluster: Cluster) -> float:
     network = cluster.gpu.reached.network
     within = size * (here - 1) / here / (cluster.gpu.node_bandwidth * network)
     between = size * (nodes - 1) / nodes / (here * cluster.net_bandwidth * network)
-    return max(within, between)
+    return max(within, between) + HAND.latency_s * (ranks - 1)
