@@ -6,7 +6,8 @@ from matplotlib.figure import Figure
 
 from parallel2d.errors import UserError
 from parallel2d.planner.hardware import GIB
-from parallel2d.planner.memory import MARGIN, PARTS
+from parallel2d.planner.memory import MARGIN
+from parallel2d.planner.moments import PARTS
 from parallel2d.planner.search import Plan
 
 

@@ -5,8 +5,9 @@ from typing import Any
 
 from parallel2d.mesh_shape import AXES
 from parallel2d.planner.hardware import GIB
-from parallel2d.planner.memory import FRAGMENTATION, MARGIN, PARTS
+from parallel2d.planner.memory import FRAGMENTATION, MARGIN
 from parallel2d.planner.model import flops_per_token
+from parallel2d.planner.moments import PARTS
 from parallel2d.planner.predict import Prediction
 from parallel2d.planner.search import Plan
 

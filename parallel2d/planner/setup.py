@@ -42,12 +42,14 @@ class Program:
             the logits (2), their float32 copy (4), its gradient (4) and that in bfloat16 (2).
         logit_bytes_tp: likewise where tp splits the vocabulary.
         keeps_all_products: selective checkpointing keeps every product's result, or every second.
+        fused_norms: a norm keeps its input, in compute's numbers; or two float32 copies, as on a CPU.
         dispatch_s: what the host takes to issue a block's forward and backward, on one rank and over tp.
     """
 
     logit_bytes: int = 12
     logit_bytes_tp: int = 12
     keeps_all_products: bool = True
+    fused_norms: bool = True
     dispatch_s: tuple[float, float] = (2e-3, 4e-3)
 
 
