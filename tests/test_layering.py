@@ -9,7 +9,8 @@ from tests.ranks import ROOT
 
 LAYERS = [
     {"errors"},
-    {"seeds", "shards", "mesh", "collectives", "local_weights", "ties", "styles"},
+    {"mesh_shape"},
+    {"traffic", "seeds", "shards", "mesh", "collectives", "local_weights", "ties", "styles"},
     {
         "config",
         "run_folder",
@@ -24,7 +25,7 @@ LAYERS = [
         "optim",
     },
     {"flags", "step", "generate", "parallelize", "checkpoint", "metrics", "ledger", "summary"},
-    {"hf"},
+    {"hf", "planner"},
     {"verify"},
     {"cli"},
 ]

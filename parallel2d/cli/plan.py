@@ -161,7 +161,7 @@ def _plot(found: Plan, file: Path, top: int) -> None:
     try:
         from parallel2d.cli.plan_plot import draw
     except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
+        if (error.name or "").split(".")[0] != "matplotlib":
             raise
         raise UserError("--plot needs matplotlib: pip install 'parallel2d[plot]'") from None
     draw(found, file, top)

@@ -75,13 +75,17 @@ class _Terms:
         return Phase("forward of the first block", (*self._states(0), arrived))
 
     def loss(self) -> Phase:
-        """All activations are kept."""
-        t = self.mesh.tp
+        """Its backward: all activations are kept."""
+        T, t, c = self.setup.tokens, self.mesh.tp, self._c
         per_logit = self.program.logit_bytes if t == 1 else self.program.logit_bytes_tp
-        # In float32 the logits are their own copy, and their gradient is one tensor.
-        per_logit = per_logit if self._c == 2 else 2 * max(self._c, 4)
-        logits = Line("logits", self.setup.tokens * per_logit * self._columns, f"{per_logit}·T·v/t")
-        return Phase("loss", (*self._states(0), *self._kept_at_the_head(), self._gathered(1), logits))
+        lines = [Line("logits", T * per_logit * self._columns, f"{per_logit}·T·v/t")]
+        if c != 2:
+            # In float32 the logits need no copy, and their gradient is computed in its place.
+            lines = [Line("logits", T * 2 * c * self._columns, "2c·T·v/t: logits and their gradient")]
+        elif self.program.loss_chunk:
+            rows = min(T, max(1, self.program.loss_chunk // self._columns))
+            lines.append(Line("logits", 4 * rows * self._columns, "a chunk of their gradient in float32"))
+        return Phase("loss", (*self._states(0), *self._kept_at_the_head(), self._gathered(1), *lines))
 
     def head(self) -> Phase:
         """Its backward: the gradients of logits, head and its input."""

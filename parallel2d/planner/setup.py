@@ -38,16 +38,18 @@ class Program:
     """Where programs that shard alike differ in what they keep; the defaults are this project.
 
     Args:
-        logit_bytes: at the loss's peak per logit of the rank, when the logits are bfloat16: in backward here
-            the logits (2), their float32 copy (4), its gradient (4) and that in bfloat16 (2).
+        logit_bytes: at the loss's peak per logit of the rank, when the logits are bfloat16: here the logits
+            and their gradient.
         logit_bytes_tp: likewise where tp splits the vocabulary.
+        loss_chunk: logits that the loss computes in float32 at a time.
         keeps_all_products: selective checkpointing keeps every product's result, or every second.
         fused_norms: a norm keeps its input, in compute's numbers; or two float32 copies, as on a CPU.
         dispatch_s: what the host takes to issue a block's forward and backward, on one rank and over tp.
     """
 
-    logit_bytes: int = 12
-    logit_bytes_tp: int = 12
+    logit_bytes: int = 4
+    logit_bytes_tp: int = 4
+    loss_chunk: int = 2**26
     keeps_all_products: bool = True
     fused_norms: bool = True
     dispatch_s: tuple[float, float] = (2e-3, 4e-3)
