@@ -26,7 +26,7 @@ LAYERS = [
     },
     {"flags", "step", "generate", "parallelize", "checkpoint", "metrics", "ledger", "summary"},
     {"hf", "planner"},
-    {"verify"},
+    {"verify", "forecast"},
     {"cli"},
 ]
 # Within a layer: who may use whom, with the reason.

@@ -176,6 +176,9 @@ class _Terms:
             held = self._block * (L if left is None else left) + self._root
             return Line("gathered", c * held, "c·N/t, of what has no backward yet: never freed before")
         held = min(blocks, L) * self._block + self._root
+        if isinstance(self.setup.reshard, int):
+            # The other blocks rest in larger shards meanwhile.
+            held += self._block * (L - min(blocks, L)) // self.setup.reshard
         return Line("gathered", c * held, f"c·({min(blocks, L)}·N_l + N_0)/t: blocks at work, and the root")
 
     def _kept_at_the_head(self) -> list[Line]:
