@@ -19,8 +19,9 @@ from typing import Any
 from parallel2d.mesh_shape import MeshShape
 from parallel2d.planner.calibrate import Measured, fit, predicted
 from parallel2d.planner.hardware import GIB, Cluster, Gpu, Reached, find_gpu, load_gpus
-from parallel2d.planner.memory import FRAGMENTATION, memory, verdict
+from parallel2d.planner.memory import FRAGMENTATION, MARGIN, memory, verdict
 from parallel2d.planner.model import ModelShape
+from parallel2d.planner.predict import SPEED_INTERVAL, SPEED_INTERVAL_OF_A_GUESS
 from parallel2d.planner.setup import Program, Setup
 
 Row = dict[str, str]
@@ -39,8 +40,26 @@ START = {"a100": Reached(0.6, 0.5, 0.55, 0.45, 0.8)}
 START_OF_OTHERS = Reached(0.55, 0.22, 0.55, 0.45, 0.8)
 
 
+NUMBERS = (
+    *("params_b", "n_layers", "dim", "ffn_dim", "n_heads", "n_kv_heads", "vocab", "seq_len", "local_batch"),
+    *("n_gpus", "dp_replicate", "dp_shard", "tp", "pp", "cp", "tps_per_gpu", "peak_mem_gib"),
+)
+
+
 def number(row: Row, column: str, default: float = 0.0) -> float:
+    """A column's value; the default where it is not stated."""
     return float(row[column]) if row.get(column) else default
+
+
+def is_readable(row: Row) -> bool:
+    try:
+        return all(number(row, column) >= 0 for column in NUMBERS)
+    except ValueError:
+        return False
+
+
+def is_set(row: Row, column: str) -> bool:
+    return row.get(column, "").lower() in ("1", "true", "yes")
 
 
 def ran_out_of_memory(row: Row) -> bool:
@@ -53,6 +72,7 @@ def ranks(row: Row) -> float:
 
 # (why, the rule): the first that holds excludes the row.
 EXCLUDED: list[tuple[str, Callable[[Row], bool]]] = [
+    ("a column that is no number", lambda r: not is_readable(r)),
     ("pipeline or context parallel", lambda r: number(r, "pp", 1) != 1 or number(r, "cp", 1) != 1),
     ("model's shape not stated", lambda r: not all(r[c] for c in ("n_layers", "dim", "ffn_dim", "vocab"))),
     ("mesh not stated", lambda r: not (r["n_gpus"] and r["dp_shard"] and r["tp"])),
@@ -111,14 +131,15 @@ class Case:
     @classmethod
     def of(cls, row: Row) -> "Case":
         modes = {"none": ("none",), "full": ("full",), "selective_layer": ("none", "full")}
+        mode = row["ac"].lower()
         setup = Setup(
             int(number(row, "local_batch")),
             int(number(row, "seq_len")),
-            compile=row["compile"] == "1",
-            float8=row["float8"] == "1",
-            async_tp=row["async_tp"] == "1",
+            compile=is_set(row, "compile"),
+            float8=is_set(row, "float8"),
+            async_tp=is_set(row, "async_tp"),
         )
-        setups = [dataclasses.replace(setup, checkpoint=m) for m in modes.get(row["ac"], ("selective",))]
+        setups = [dataclasses.replace(setup, checkpoint=m) for m in modes.get(mode, ("selective",))]
         sizes = (int(number(row, axis, 1)) for axis in ("dp_replicate", "dp_shard", "tp"))
         gpu = find_gpu(row["gpu"], GPUS)
         assert gpu is not None  # a rule of EXCLUDED
@@ -167,7 +188,7 @@ class Case:
 
 # Why a prediction may be far off, by what the columns and the prediction itself say; first that holds.
 REASONS: list[tuple[str, Callable[[Case], bool]]] = [
-    ("float8: the columns do not say which recipe, and rowwise is slower", lambda c: c.row["float8"] == "1"),
+    ("float8: the columns do not say which recipe, and rowwise is slower", lambda c: is_set(c.row, "float8")),
     ("the GPU's constants are a guess: no run on it was fitted", lambda c: not c.cluster.gpu.fitted_on),
     (
         "memory nearly full: the allocator frees and asks again",
@@ -178,9 +199,22 @@ REASONS: list[tuple[str, Callable[[Case], bool]]] = [
 ]
 
 
+def known(errors: Iterable[float | None]) -> list[float]:
+    return [e for e in errors if e is not None]
+
+
 def mape(errors: Iterable[float | None]) -> float | None:
-    known = [abs(e) for e in errors if e is not None]
-    return statistics.mean(known) if known else None
+    sizes = [abs(e) for e in known(errors)]
+    return statistics.mean(sizes) if sizes else None
+
+
+def share(met: Iterable[bool]) -> float | None:
+    found = list(met)
+    return statistics.mean(found) if found else None
+
+
+def interval_of(case: Case) -> float:
+    return SPEED_INTERVAL if case.cluster.gpu.fitted_on else SPEED_INTERVAL_OF_A_GUESS
 
 
 def fitted(cases: Sequence[Case], start: Cluster) -> Cluster:
@@ -212,7 +246,7 @@ def left_out(cases: Sequence[Case], key: Callable[[Case], object]) -> tuple[list
                 clusters[gpu.name] = fitted([c for c in others if c.cluster.gpu == gpu], guess(gpu))
             memory_errors.append(case.memory_error(fragmentation))
             throughput_errors.append(case.throughput_error(clusters[gpu.name]))
-    return [e for e in memory_errors if e is not None], [e for e in throughput_errors if e is not None]
+    return known(memory_errors), known(throughput_errors)
 
 
 def orders(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -244,7 +278,9 @@ def orders(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def report(rows: Sequence[Row]) -> dict[str, Any]:
     excluded = Counter(why for row in rows if (why := why_excluded(row)))
     cases = [Case.of(row) for row in rows if not why_excluded(row)]
-    bf16 = [c for c in cases if c.row["float8"] != "1" and c.cluster.gpu.name[:4] in ("a100", "h100", "h200")]
+    bf16 = [
+        c for c in cases if not is_set(c.row, "float8") and c.cluster.gpu.name[:4] in ("a100", "h100", "h200")
+    ]
     rest = [c for c in cases if c not in bf16]
     lines = [as_json(case) for case in cases]
     by_source, by_family = left_out(cases, lambda c: c.row["source"]), left_out(bf16, family)
@@ -252,7 +288,7 @@ def report(rows: Sequence[Row]) -> dict[str, Any]:
     within = [left_out([c for c in llama if c.cluster.gpu == gpu], id)[1] for gpu in GPUS.values()]
     return {
         "memory_mape": mape(c.memory_error() for c in cases),
-        "memory_worst": max((abs(e) for c in cases if (e := c.memory_error()) is not None), default=None),
+        "memory_worst": max(map(abs, known(c.memory_error() for c in cases)), default=None),
         "memory_mape_leave_source_out": mape(by_source[0]),
         "throughput_mape": mape(c.throughput_error() for c in cases),
         "throughput_mape_bf16": mape(c.throughput_error() for c in bf16),
@@ -261,6 +297,10 @@ def report(rows: Sequence[Row]) -> dict[str, Any]:
         "throughput_mape_leave_source_out": mape(by_source[1]),
         "throughput_mape_unseen_family": mape(by_family[1]),
         "throughput_mape_leave_one_out": mape(e for errors in within for e in errors),
+        "memory_within_interval": share(abs(e) <= MARGIN for e in known(c.memory_error() for c in cases)),
+        "throughput_within_interval": share(
+            abs(e) <= interval_of(c) for c in cases if (e := c.throughput_error()) is not None
+        ),
         "fit_wrong": sum(case.verdict_is_wrong() for case in cases),
         "orders": orders(rows),
         "excluded": dict(excluded),
@@ -292,7 +332,7 @@ def as_json(case: Case) -> dict[str, Any]:
 
 def _switches(row: Row) -> str:
     parts = [f"{row['local_batch']}×{row['seq_len']}", row["ac"]]
-    return " ".join(parts + [name for name in ("compile", "float8", "async_tp") if row[name] == "1"])
+    return " ".join(parts + [name for name in ("compile", "float8", "async_tp") if is_set(row, name)])
 
 
 def as_text(found: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from parallel2d.planner.hardware import GIB, Cluster, find_gpu, load_gpus
 from parallel2d.planner.model import ModelShape
 from parallel2d.planner.predict import Prediction, predict
 from parallel2d.planner.search import divisors
-from parallel2d.planner.setup import OURS, Formats, NumberFormat, Program, Setup
+from parallel2d.planner.setup import ON_CPU, OURS, Formats, NumberFormat, Setup
 from parallel2d.traffic import Step
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
@@ -80,8 +80,8 @@ def forecast(
     config: RunConfig, shape: ModelShape, mesh: MeshShape, device_type: str, cluster: Cluster | None
 ) -> Prediction:
     """By formula, for such a device."""
-    program = Program(fused_norms=False, loss_chunk=2**18) if device_type == "cpu" else OURS
-    return predict(shape, mesh, setup_of(config, mesh.dp, device_type), cluster, program)
+    setup = setup_of(config, mesh.dp, device_type)
+    return predict(shape, mesh, setup, cluster, ON_CPU if device_type == "cpu" else OURS)
 
 
 def setup_of(config: RunConfig, dp: int, device_type: str) -> Setup:

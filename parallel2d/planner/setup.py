@@ -56,6 +56,8 @@ class Program:
 
 
 OURS = Program()
+# The same on a CPU, where a trace of the real code runs.
+ON_CPU = Program(fused_norms=False, loss_chunk=2**18)
 
 
 @dataclass(frozen=True)
