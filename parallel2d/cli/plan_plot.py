@@ -26,7 +26,7 @@ def draw(plan: Plan, file: Path, top: int) -> None:
     memory.errorbar(names, reserved, [MARGIN * r for r in reserved], fmt="k_", capsize=3, label="reserved")
     memory.axhline(plan.request.cluster.gpu.memory_gib, color="red", linestyle="--", label="the GPU has")
     memory.set_ylabel("GiB per rank")
-    memory.legend(fontsize="small", ncols=2)
+    memory.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     speeds = [p.speed for p in shown if p.speed]
     rates = [s.tokens_per_s_per_gpu for s in speeds]
     speed.bar(names, rates, yerr=[s.interval * s.tokens_per_s_per_gpu for s in speeds], capsize=3)

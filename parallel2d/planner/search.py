@@ -122,9 +122,7 @@ def _setups(request: Request, mesh: MeshShape) -> Iterator[Setup]:
 
 def _why_not_tp(request: Request, tp: int) -> str:
     if tp > request.cluster.gpus_per_node:
-        return (
-            f"tp {tp} would span nodes of {request.cluster.gpus_per_node} GPUs: its traffic needs their links"
-        )
+        return f"would span nodes of {request.cluster.gpus_per_node} GPUs, and tp needs the links within one"
     if found := request.problems(tp):
         return found[0]
     if request.seq_len % tp:
