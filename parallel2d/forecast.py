@@ -123,7 +123,7 @@ def before(config: RunConfig, prediction: Prediction) -> str:
     if reason := _out_of_reach(config):
         return f"forecast  none: the formulas do not cover {reason}"
     needed, parts = prediction.memory, prediction.memory.peak.by_part()
-    told = ", ".join(f"{part} {size / GIB:.3g}" for part, size in parts.items() if size)
+    told = ", ".join(f"{part.split()[0]} {size / GIB:.3g}" for part, size in parts.items() if size)
     line = f"forecast  {needed.allocated / GIB:.3g} GiB of tensors on rank 0 at its peak ({told})"
     if prediction.speed is None:
         return line

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def _plan(arguments: argparse.Namespace, rest: list[str]) -> bool:
     if not arguments.model:
         raise UserError("--model is missing: a preset, a recipe's .yaml, or a Hugging Face config.json")
     model = planned_model(arguments.model)
+    _note_what_is_not_modelled(model)
     request = _request(arguments, model)
     if arguments.explain:
         chosen = best_setup(request, _mesh_of(arguments.explain, request))
@@ -118,6 +120,18 @@ def _request(arguments: argparse.Namespace, model: PlannedModel) -> Request:
         Setup(1, 1, compile=compiles, formats=formats_of(recipe.get("precision", {}))),
         **choices,
     )
+
+
+def _note_what_is_not_modelled(model: PlannedModel) -> None:
+    """On stderr: stdout may be somebody's JSON."""
+    fsdp = model.recipe.get("fsdp", {})
+    found = {
+        "freeze": model.recipe.get("freeze"),
+        "fsdp.offload": fsdp.get("offload"),
+        "fsdp.gradient_sync": fsdp.get("gradient_sync", "every") != "every",
+    }
+    for key in (key for key, holds in found.items() if holds):
+        print(f"note: {key} of {model.name} is not modelled: planned without it", file=sys.stderr)
 
 
 def _mesh_of(text: str, request: Request) -> MeshShape:

@@ -12,7 +12,8 @@ from parallel2d.planner.model import ModelShape
 from parallel2d.planner.setup import Program, Setup
 from parallel2d.traffic import Weight
 
-PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "other")
+GATHERED = "gathered parameters and reduce buffers"
+PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", GATHERED, "other")
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class _Terms:
         T, c, d = self.setup.tokens, self._c, self.shape.width
         lines = [
             Line("logits", T * c * self._columns, "c·T·v/t: their gradient"),
-            Line("other", c * d * self._columns, "c·d·v/t: gradient of the head"),
+            Line(GATHERED, c * d * self._columns, "c·d·v/t: gradient of the head"),
             Line("activations", T * c * d, "c·T·d: gradient of its input"),
         ]
         return Phase(
@@ -107,20 +108,20 @@ class _Terms:
             Line("activations", number * per_layer, f"{number} blocks × T·({formula})"),
             *self._working(),
             self._gathered(min(number, 2), left=number),
-            Line("other", c * d * self._columns, "c·d·v/t: gradient of the head"),
-            Line("other", c * d * self.shape.ffn_width // self.mesh.tp, "c·d·f/t: gradient of one matrix"),
+            Line(GATHERED, c * d * self._columns, "c·d·v/t: gradient of the head"),
+            Line(GATHERED, c * d * self.shape.ffn_width // self.mesh.tp, "c·d·f/t: gradient of one matrix"),
         ]
         if number < L:
             r = self.setup.formats.reduce.itemsize
-            lines.append(Line("other", r * self._block, "r·N_l/t: the block after it is reduced"))
+            lines.append(Line(GATHERED, r * self._block, "r·N_l/t: the block after it is reduced"))
         return Phase(f"backward of block {number} of {L}", (*self._states(L - number), *lines))
 
     def root(self) -> Phase:
         """The reduction of the root's gradients, as it begins."""
         c, r = self._c, self.setup.formats.reduce.itemsize
         lines = [
-            Line("other", c * self._root, "c·N_0/t: the root's gradients"),
-            Line("other", r * self._root, "r·N_0/t: what is reduced of them"),
+            Line(GATHERED, c * self._root, "c·N_0/t: the root's gradients"),
+            Line(GATHERED, r * self._root, "r·N_0/t: what is reduced of them"),
         ]
         return Phase("reduction of the root", (*self._states(self.shape.num_layers), *lines))
 
@@ -128,8 +129,8 @@ class _Terms:
         """The same as it ends: its result is there, and the last gradient that went into it."""
         c, r, d = self._c, self.setup.formats.reduce.itemsize, self.shape.width
         lines = [
-            Line("other", c * d * self._columns, "c·d·v/t: gradient of the embedding"),
-            Line("other", r * self._root, "r·N_0/t: what was reduced"),
+            Line(GATHERED, c * d * self._columns, "c·d·v/t: gradient of the embedding"),
+            Line(GATHERED, r * self._root, "r·N_0/t: what was reduced"),
         ]
         return Phase("end of the root's reduction", (*self._states(self.shape.num_layers + 1), *lines))
 
@@ -174,12 +175,12 @@ class _Terms:
         c, L = self._c, self.shape.num_layers
         if self.setup.reshard == "never":
             held = self._block * (L if left is None else left) + self._root
-            return Line("gathered", c * held, "c·N/t, of what has no backward yet: never freed before")
+            return Line(GATHERED, c * held, "c·N/t, of what has no backward yet: never freed before")
         held = min(blocks, L) * self._block + self._root
         if isinstance(self.setup.reshard, int):
             # The other blocks rest in larger shards meanwhile.
             held += self._block * (L - min(blocks, L)) // self.setup.reshard
-        return Line("gathered", c * held, f"c·({min(blocks, L)}·N_l + N_0)/t: blocks at work, and the root")
+        return Line(GATHERED, c * held, f"c·({min(blocks, L)}·N_l + N_0)/t: blocks at work, and the root")
 
     def _kept_at_the_head(self) -> list[Line]:
         per_layer, formula = self._kept()

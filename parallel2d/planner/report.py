@@ -27,7 +27,7 @@ def as_text(plan: Plan, top: int = 10, reasons: int = 12) -> str:
         "",
         *_aligned([_SPEED_HEAD, *(_speed_row(p) for p in shown)]),
         "",
-        "memory per rank at its peak, GiB",
+        "memory per rank at its peak, GiB (gathered: parameters, and reduce buffers)",
         *_aligned([_MEMORY_HEAD, *(_memory_row(p) for p in shown)]),
     ]
     if len(plan.predictions) > top:
@@ -76,7 +76,7 @@ def _speed_row(p: Prediction) -> tuple[str, ...]:
     )
 
 
-_MEMORY_HEAD = ("mesh", "reserved", "allocated", *PARTS, "at")
+_MEMORY_HEAD = ("mesh", "reserved", "allocated", *(part.split()[0] for part in PARTS), "at")
 
 
 def _memory_row(p: Prediction) -> tuple[str, ...]:
@@ -116,7 +116,9 @@ def explained(p: Prediction) -> str:
         mark = "   <- the peak" if phase is p.memory.peak else ""
         lines.append(f"  {phase.name}: {phase.total:,} = {phase.total / GIB:.2f} GiB{mark}")
         lines += [
-            f"    {line.bytes:>18,}  {line.part:12}{line.formula}" for line in phase.lines if line.bytes
+            f"    {line.bytes:>18,}  {line.part.split()[0]:12}{line.formula}"
+            for line in phase.lines
+            if line.bytes
         ]
     lines += [
         f"  reserved by the allocator: {p.memory.reserved:,} = {p.memory.reserved / GIB:.2f} GiB "
