@@ -11,11 +11,11 @@ from .llama_config import RopeScaling as RopeScaling
 def rotary_table(
     seq_len: int, head_dim: int, theta: float, scaling: RopeScaling, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, each (s, k), float32."""
+    """cos and sin of the rotary angles, each (s, k), float32; the first half of sin is negated."""
     index = torch.arange(seq_len, device=device, dtype=torch.float32)
     angles = torch.outer(index, _frequencies(head_dim, theta, scaling, device))
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def _frequencies(head_dim: int, theta: float, scaling: RopeScaling, device: torch.device) -> Tensor:
@@ -36,5 +36,6 @@ def _frequencies(head_dim: int, theta: float, scaling: RopeScaling, device: torc
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each head by its position's angles: (b, h, s, k) -> (b, h, s, k), in at least float32."""
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    # A pair's other half lies half a head away, in both directions.
+    other = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x * cos, other, sin).to(x.dtype)

@@ -4,6 +4,7 @@
 gather is a scatter and the other way round.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,28 +16,63 @@ from torch.distributed.tensor import DTensor, Partial
 from parallel2d.errors import UserError
 from parallel2d.shards import Split, splits_of
 
-# The functional ops, because torch.compile traces them as they are; each waits for its result.
+# What torch.compile can put into a graph; outside of one their dispatch costs more than a small exchange.
 _ops = torch.ops._c10d_functional
+
+# torch 2.13 has new names for these two and warns of the old ones.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(n, …) on each rank -> (tp, n, …), in the order of ranks. One all-gather."""
     size = group.size()
-    gathered = _ops.all_gather_into_tensor(x.contiguous(), size, group.group_name)
-    return _ops.wait_tensor(gathered).unflatten(0, (size, x.shape[0]))
+    if torch.compiler.is_compiling():
+        gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group.group_name))
+    else:
+        gathered = x.new_empty(size * x.shape[0], *x.shape[1:])
+        _all_gather_single(gathered, x.contiguous(), group=group)
+    return gathered.unflatten(0, (size, x.shape[0]))
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(tp, n, …) on each rank -> the sum over ranks of this rank's (n, …). One reduce-scatter."""
-    scattered = _ops.reduce_scatter_tensor(
-        x.flatten(0, 1).contiguous(), "sum", group.size(), group.group_name
-    )
-    return _ops.wait_tensor(scattered)
+    flat = x.flatten(0, 1).contiguous()
+    if torch.compiler.is_compiling():
+        return _ops.wait_tensor(_ops.reduce_scatter_tensor(flat, "sum", group.size(), group.group_name))
+    scattered = flat.new_empty(x.shape[1:])
+    reduce_scatter(scattered, flat, group)
+    return scattered
+
+
+def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, mean: bool = False) -> None:
+    """The sum, or mean, over ranks of this rank's part of dim 0: input (tp n, …) -> output (n, …).
+
+    One reduce-scatter. gloo's own is an all-reduce that throws most of its result away: there it is an
+    all-to-all of the parts, summed here in the order of ranks, with half the bytes and one round.
+    """
+    if not is_gloo(group):
+        _reduce_scatter_single(output, input, dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, group)
+        return
+    parts = torch.empty_like(input)
+    dist.all_to_all_single(parts, input, group=group)
+    torch.sum(parts.unflatten(0, (group.size(), -1)), dim=0, out=output)
+    if mean:
+        output.div_(group.size())
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether the group's tensors, on this machine's CPU, go through gloo."""
+    return dist.get_backend(group) == dist.Backend.GLOO
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum over ranks, out of place. One all-reduce."""
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
+    if torch.compiler.is_compiling():
+        return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def _all_gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -82,6 +118,19 @@ class _SumGradient(torch.autograd.Function):
         return _all_reduce(grads[0], ctx.group), None
 
 
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total = _all_reduce(torch.cat([grad.flatten() for grad in grads]), ctx.group)
+        sums = total.split([grad.numel() for grad in grads])
+        return None, *(part.view_as(grad) for part, grad in zip(sums, grads, strict=True))
+
+
 class _SumOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -110,6 +159,11 @@ def scatter_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def sum_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """x unchanged. Forward: nothing; backward: one all-reduce of its gradient."""
     return _SumGradient.apply(x, mesh.get_group())
+
+
+def sum_gradients(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """The tensors unchanged. Forward: nothing; backward: one all-reduce of all their gradients together."""
+    return _SumGradients.apply(group, *tensors)
 
 
 def sum_output(x: Tensor, mesh: DeviceMesh) -> Tensor:

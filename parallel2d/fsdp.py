@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -18,6 +19,11 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+
+# Not exported, but what set_custom_reduce_scatter is documented to take.
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from parallel2d.collectives import is_gloo, reduce_scatter
 
 Reshard = Literal["auto", "always", "never"] | int
 GradientSync = Literal["every", "last", "replicas_last"]
@@ -148,11 +154,33 @@ def apply_fsdp(
     ]
     of_always = policy.reshard_after_forward == "always"
     root = fully_shard(model, mp_policy=of_root, reshard_after_forward=of_always, **rest)
+    if dp_mesh.device_type == "cpu" and is_gloo(mesh["dp_shard"].get_group()):
+        for module in (root, *shards):
+            module.set_custom_reduce_scatter(_ReduceScatter())
     _set_prefetch(root, shards, policy)
     for name in dict.fromkeys(policy.forward_methods):
         register_fsdp_forward_method(model, name)
     if not all(parameter.requires_grad for parameter in model.parameters()):
         _gather_in_backward_where_there_is_one(model, shards)
+
+
+class _ReduceScatter(ReduceScatter):
+    """This project's, as FSDP calls one."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        reduce_scatter(output_tensor, input_tensor, group, mean=op == dist.ReduceOp.AVG)
 
 
 def _reshards(choice: Reshard, units: int) -> list[bool | int]:

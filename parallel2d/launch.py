@@ -3,6 +3,7 @@
 The only reader of RANK, WORLD_SIZE and LOCAL_RANK.
 """
 
+import gc
 import io
 import os
 import signal
@@ -82,11 +83,22 @@ def world(size: int, device: str, timeout_s: float) -> Iterator[torch.device]:
     dist.destroy_process_group()
 
 
+def settle() -> None:
+    """Tell the garbage collector that what there is now will stay; to be called before the first step.
+
+    Otherwise it goes through every object that the imports, the model and its DTensors made, again and
+    again, at a moment of its own on each rank, while the others wait.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @contextmanager
 def imagined_world(size: int) -> Iterator[None]:
-    """This process as rank 0 of `size` ranks that do not exist: what a mesh would hold, asked without one.
+    """This process as rank 0 of `size` ranks that do not exist: what one would hold or compute on a mesh.
 
-    Collectives return at once and leave what they were given; only models on meta belong here.
+    Collectives return at once, with copies of what this rank gave (a reduction: with that itself) or,
+    before torch 2.13, a reduce-scatter with whatever was in memory: no number here means anything.
     """
     # Its import is what makes the backend known.
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel2d.collectives import is_gloo
 from parallel2d.mesh import AXES, MeshShape
 from parallel2d.traffic import WORLD, Ledger, Reach, Step, Traffic, Weight, expected_traffic
 
@@ -24,6 +25,7 @@ _KINDS = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
+    "alltoall_base_": "all_to_all",
 }
 
 
@@ -52,7 +54,11 @@ class Observer(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             kind = _KINDS.get(func._opname)
             if kind is not None:
-                entry = (self._axis(_group_name(args)), kind)
+                group = _group_name(args)
+                # What a reduce-scatter is on gloo, see `collectives.reduce_scatter`.
+                if kind == "all_to_all" and is_gloo(_resolve_process_group(group)):
+                    kind = "reduce_scatter"
+                entry = (self._axis(group), kind)
                 size = max(_bytes(args), _bytes(result))
                 self._seen[entry] = self._seen.get(entry, Traffic()) + Traffic(1, size)
         return result
@@ -83,14 +89,12 @@ def _bytes(values: Any) -> int:
 def expected_step(model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh, step: Step) -> Ledger:
     """`expected_traffic` of a parallelized model whose blocks are `units`, for this rank."""
     shape = MeshShape(*(mesh[axis].size() for axis in AXES))
-    on_gpu = next(model.parameters()).device.type == "cuda"
     return expected_traffic(
         weights_of(model, units),
         shape,
         step,
         _backward_reach(model, units),
         tp_index=mesh["tp"].get_local_rank(),
-        norm_bytes=4 if on_gpu else 8,
     )
 
 

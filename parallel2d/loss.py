@@ -61,18 +61,18 @@ def gather_vocab(logits: Tensor, vocab: VocabShard) -> Tensor:
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
+    """In chunks of rows, whose float32 temporaries fit in a cache; logits and gradient keep their dtype."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab: VocabShard) -> Tensor:
         # logits (n, v/tp), targets (n,)
-        wide = _at_least_float32(logits)
         mine = (targets >= vocab.start) & (targets < vocab.stop)
         columns = (targets - vocab.start).masked_fill(~mine, 0)
-        local = torch.stack(
-            [
-                torch.logsumexp(wide, dim=-1),
-                wide.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0),
-            ]
-        )
+        normalisers = [
+            torch.logsumexp(_at_least_float32(rows), dim=-1) for rows in logits.split(_rows(logits))
+        ]
+        target_logit = logits.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0)
+        local = torch.stack([torch.cat(normalisers), _at_least_float32(target_logit)])
         log_normaliser, target_logit = _combine(local, vocab.mesh)
         counted = targets != IGNORE_INDEX
         ctx.save_for_backward(logits, log_normaliser, columns, mine, counted)
@@ -80,12 +80,26 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # (softmax - 1 at the target) × the gradient of the loss, 0 where nothing is counted
         logits, log_normaliser, columns, mine, counted = ctx.saved_tensors
-        wide = _at_least_float32(logits)
-        gradient = (wide - log_normaliser.unsqueeze(-1)).exp_()
-        gradient.scatter_add_(-1, columns.unsqueeze(-1), -mine.to(gradient.dtype).unsqueeze(-1))
-        gradient.mul_((counted * grads[0]).unsqueeze(-1))
-        return gradient.to(logits.dtype), None, None
+        scale = counted * grads[0].to(log_normaliser.dtype)
+        gradient = torch.empty_like(logits)
+        chunks = (t.split(_rows(logits)) for t in (gradient, logits, log_normaliser, scale, columns, mine))
+        for into, rows, normaliser, factor, column, is_here in zip(*chunks, strict=True):
+            same = into.dtype == normaliser.dtype
+            wide = into if same else torch.empty_like(into, dtype=normaliser.dtype)
+            torch.sub(rows, normaliser.unsqueeze(-1), out=wide).exp_()
+            wide.scatter_add_(-1, column.unsqueeze(-1), -is_here.to(wide.dtype).unsqueeze(-1))
+            wide.mul_(factor.unsqueeze(-1))
+            if not same:
+                into.copy_(wide)
+        return gradient, None, None
+
+
+def _rows(logits: Tensor) -> int:
+    """How many rows make a chunk: 1 MiB of float32 for a CPU's cache, 256 MiB for a GPU's many cores."""
+    elements = 2**18 if logits.device.type == "cpu" else 2**26
+    return max(1, elements // logits.shape[-1])
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,22 @@ def build_optimizer(
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=True)
+    return AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=True)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW, computing on this rank's shards; parameters and state stay DTensors.
+
+    Element by element there is nothing that shards need of each other, and asking DTensor how to split an
+    operation on all parameters at once costs each rank more than the operation.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        """Fills the lists (parameters, gradients, moments, step counts) that the update works on."""
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [_local(tensor) for tensor in tensors]
+        return has_complex
 
 
 @dataclass(frozen=True)
@@ -64,32 +79,48 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """2-norm of all gradients, of the whole model, the same on every rank: 0-d float64 (float32 on CUDA).
+    """2-norm of all gradients, of the whole model, the same on every rank: 0-d float64.
 
-    From local shards: each rank squares and sums what it holds, a replica counting once in the
-    world. One all-reduce of one number over the world, none in a world of one.
+    One all-reduce of one number over the world, none in a world of one.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    counted = [_local(g) for g in gradients if _counts_here(g)]
-    if not gradients:
-        raise ValueError("no parameter has a gradient")
-    device = _local(gradients[0]).device
-    dtype = torch.float32 if device.type == "cuda" else torch.float64
-    total = torch.zeros((), dtype=dtype, device=device)
-    if counted:
-        norms = torch._foreach_norm(counted, 2, dtype=dtype)
-        total = torch.stack(norms).square().sum()
+    total = gradient_squares(parameters)
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
     return total.sqrt()
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients so that their norm, given, is at most max_norm. No communication."""
+def gradient_squares(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """What this rank adds to the squared norm of all gradients: 0-d float64. No communication.
+
+    From local shards, a replica counting once in the world.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    counted = [_local(g) for g in gradients if _counts_here(g)]
+    if not gradients:
+        raise ValueError("no parameter has a gradient")
+    device = _local(gradients[0]).device
+    if not counted:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    # GPUs have few units for float64; a tensor's norm in float32 is sums of sums there.
+    norms = torch._foreach_norm(counted, 2, dtype=torch.float32 if device.type == "cuda" else torch.float64)
+    return torch.stack(norms).double().square().sum()
+
+
+@torch.no_grad()
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], norm: Tensor | float, max_norm: float, *, scale: float = 1.0
+) -> None:
+    """Multiply all gradients by `scale`, and so that their norm is at most max_norm. No communication.
+
+    norm: of the gradients multiplied by `scale`.
+    """
     gradients = [_local(p.grad) for p in parameters if p.grad is not None]
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+    ratio = max_norm / (norm + 1e-6)
+    if isinstance(ratio, Tensor):
+        torch._foreach_mul_(gradients, (scale * ratio.clamp(max=1.0)).to(gradients[0].dtype))
+    else:
+        torch._foreach_mul_(gradients, scale * min(ratio, 1.0))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def parallelize(
     _share_values(model)
     _cast(model, precision.param)
     # Tensor parallel first: it splits the whole weights that the plan speaks of; FSDP then splits the shares.
-    apply_tensor_parallel(model, mesh["tp"], plan)
+    apply_tensor_parallel(model, mesh["tp"], plan, units, fsdp.forward_methods)
     # Checkpointing before FSDP: the recomputed forward must lie inside FSDP's hooks, which gather weights.
     # Compilation too: the compiler cannot follow the hooks. It must see selective checkpointing, which
     # decides op by op; full checkpointing only calls the compiled forward a second time.

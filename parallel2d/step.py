@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d.fsdp import GradientSync, inference, set_gradient_sync
 from parallel2d.loss import IGNORE_INDEX, VocabShard, cross_entropy_sum
 from parallel2d.mesh import dp_size, sum_over_dp
-from parallel2d.optim import clip_gradients, gradient_norm
+from parallel2d.optim import clip_gradients, gradient_squares
 from parallel2d.seeds import seed_of
 
 Batch = tuple[Tensor, Tensor]  # ids (b, s), targets (b, s)
@@ -56,29 +57,40 @@ def train_step(
     The loss is normalised by the real tokens of the whole global batch, so it does not matter how
     tokens and padding fall on ranks and micro-batches. `gradient_sync` says when gradients are reduced
     (`set_gradient_sync`), which changes traffic and memory, not numbers.
-    Besides what the model issues: one all-reduce per data axis for the token count and one for the
-    loss, one over the world for the gradient norm; each of one number, none on an axis of size 1.
+    Besides what the model issues: one all-reduce of three numbers over the world, for the token count, the
+    loss and the gradient norm.
 
     Raises FloatingPointError, on all ranks and before the weights change, if loss or gradient norm
     is not finite.
     """
-    tokens = sum_over_dp(count_tokens(micro_batches), mesh)
-    # FSDP takes the mean over dp; the loss here is a sum over the global batch.
-    scale = dp_size(mesh) / tokens.clamp(min=1).double()
-    loss_sum = torch.zeros((), dtype=torch.float64, device=tokens.device)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=micro_batches[0][0].device)
     for number, (ids, targets) in enumerate(micro_batches, start=1):
         set_gradient_sync(model, gradient_sync, is_last=number == len(micro_batches))
         loss = cross_entropy_sum(model(ids), targets, vocab)
-        (loss * scale).backward()
+        loss.backward()
         loss_sum += loss.detach()
-    mean_loss = float(sum_over_dp(loss_sum, mesh) / tokens.clamp(min=1))
-    norm = gradient_norm(model.parameters())
-    if not (math.isfinite(norm) and math.isfinite(mean_loss)):
-        raise FloatingPointError(f"loss {mean_loss}, gradient norm {norm.item()}")
-    clip_gradients(model.parameters(), norm, max_norm)
+    tokens, total_loss, squares = _sum_over_world(
+        count_tokens(micro_batches), loss_sum, gradient_squares(model.parameters()), mesh
+    )
+    # FSDP has taken the mean over dp of what is a sum over the global batch.
+    scale = dp_size(mesh) / max(tokens, 1)
+    loss_mean, norm = total_loss / max(tokens, 1), scale * math.sqrt(squares)
+    if not (math.isfinite(norm) and math.isfinite(loss_mean)):
+        raise FloatingPointError(f"loss {loss_mean}, gradient norm {norm}")
+    clip_gradients(model.parameters(), norm, max_norm, scale=scale)
     optimizer.step()
     optimizer.zero_grad()
-    return StepStats(mean_loss, float(norm), int(tokens))
+    return StepStats(loss_mean, norm, int(tokens))
+
+
+def _sum_over_world(tokens: Tensor, loss: Tensor, squares: Tensor, mesh: DeviceMesh) -> list[float]:
+    """The only numbers of a step that the host waits for, together. One all-reduce."""
+    # tp peers see the same tokens and compute the same loss: the first speaks for them.
+    counts = torch.stack([tokens.double(), loss]) * (mesh["tp"].get_local_rank() == 0)
+    totals = torch.cat([counts, squares.unsqueeze(0)])
+    if mesh.size() > 1:
+        dist.all_reduce(totals)
+    return totals.tolist()
 
 
 def evaluate(model: nn.Module, batches: Sequence[Batch], vocab: VocabShard, mesh: DeviceMesh) -> float:

@@ -1,14 +1,13 @@
 """Tensor-parallel styles: how a module's weights are split over tp, and the collectives it issues.
 
-Weights rest as DTensors. Inside forward and backward everything is a plain local tensor: DTensor's
-per-op dispatch costs more than a small layer's arithmetic. Layouts are written for this rank's
-share, with `b` batch, `s` sequence, `d` width, `f` features, `v` vocabulary.
+Weights rest as DTensors; in forward and backward all is plain local tensors (local_weights.py), because
+DTensor's dispatch of an op costs more than a small layer's arithmetic. Layouts are those of this
+rank's share: `b` batch, `s` sequence, `d` width, `f` features, `v` vocabulary.
 
 The communication pattern is Megatron's tensor parallelism (arXiv:1909.08053, section 3) with
 sequence parallelism (arXiv:2205.05198, section 4.2.2).
 """
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,12 +15,12 @@ from typing import Any, TypeVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from parallel2d.collectives import gather_sequence, scatter_sequence, sum_gradient, sum_output
 from parallel2d.errors import UserError
-from parallel2d.local_weights import distribute, local, local_bias, local_parameters
+from parallel2d.local_weights import distribute
 from parallel2d.seeds import random_branch
 from parallel2d.shards import share_of
 
@@ -55,7 +54,15 @@ def _require_divisible(what: str, size: int, mesh: DeviceMesh) -> None:
         raise UserError(f"{what} {size} is not divisible by tp {mesh.size()}")
 
 
-class Colwise(ParallelStyle):
+class LocalStyle(ParallelStyle):
+    """A style whose module sees its share of each of its weights as a plain tensor while it runs."""
+
+    def partial(self, module: nn.Module, mesh: DeviceMesh) -> tuple[str, ...]:
+        """Weights of which each rank's gradient is a part: summed over tp, a unit's in one all-reduce."""
+        return ()
+
+
+class Colwise(LocalStyle):
     """nn.Linear with its output features split: (…, d) -> (…, f/tp), weight (f/tp, d).
 
     Not for a fused projection that is cut in pieces afterwards: each rank would cut its own share.
@@ -71,7 +78,7 @@ class Colwise(ParallelStyle):
         return _with_forward(module, _bind(self.forward, module, device_mesh))
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
-        return F.linear(sum_gradient(x, mesh), local(module.weight), local_bias(module))
+        return F.linear(sum_gradient(x, mesh), module.weight, module.bias)
 
 
 class ColwiseLocal(Colwise):
@@ -81,7 +88,7 @@ class ColwiseLocal(Colwise):
     """
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
-        return F.linear(x, local(module.weight), local_bias(module))
+        return F.linear(x, module.weight, module.bias)
 
 
 class KvHeads(ColwiseLocal):
@@ -89,7 +96,7 @@ class KvHeads(ColwiseLocal):
 
     Where tp divides the heads h, each rank holds and returns h/tp of them. Where h divides tp, the
     weight stays whole, (h k, d), and tp/h neighbours return the same head: (b, s, d) -> (b, s, k).
-    Forward: nothing; backward: nothing, or with a whole weight one all-reduce for it (and one for its bias).
+    Forward: nothing; backward: nothing, or with a whole weight its part of the unit's all-reduce.
     """
 
     def __init__(self, head_dim: int) -> None:
@@ -112,13 +119,17 @@ class KvHeads(ColwiseLocal):
         mine = slice(head * self.head_dim, (head + 1) * self.head_dim)
         return _with_forward(module, _bind(self._forward_one_head, module, mine))
 
-    def _forward_one_head(self, module: nn.Linear, mine: slice, x: Tensor) -> Tensor:
+    def partial(self, module: nn.Module, mesh: DeviceMesh) -> tuple[str, ...]:
         # Each rank's gradient covers its own head, and of that what its own queries contribute.
-        bias = local_bias(module, Partial())
-        return F.linear(x, local(module.weight, Partial())[mine], None if bias is None else bias[mine])
+        module = _require(self, module, nn.Linear)
+        fewer_than_ranks = module.out_features // self.head_dim % mesh.size()
+        return ("weight", "bias") if fewer_than_ranks else ()
+
+    def _forward_one_head(self, module: nn.Linear, mine: slice, x: Tensor) -> Tensor:
+        return F.linear(x, module.weight[mine], None if module.bias is None else module.bias[mine])
 
 
-class Rowwise(ParallelStyle):
+class Rowwise(LocalStyle):
     """nn.Linear with its input features split: (…, f/tp) -> (…, d), weight (d, f/tp), bias whole.
 
     Forward: one all-reduce; backward: nothing.
@@ -132,29 +143,29 @@ class Rowwise(ParallelStyle):
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
         # The bias is added after the sum: inside it, it would be counted tp times.
-        y = sum_output(F.linear(x, local(module.weight)), mesh)
-        bias = local_bias(module)
-        return y if bias is None else y + bias
+        y = sum_output(F.linear(x, module.weight), mesh)
+        return y if module.bias is None else y + module.bias
 
 
 class RowwiseScatter(Rowwise):
     """Rowwise whose output is left split by sequence: (b, s, f/tp) -> (b, s/tp, d).
 
-    Forward: one reduce-scatter; backward: one all-gather.
+    Forward: one reduce-scatter; backward: one all-gather, and the bias's part of the unit's all-reduce.
     """
 
-    def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
-        y = scatter_sequence(F.linear(x, local(module.weight)), mesh)
+    def partial(self, module: nn.Module, mesh: DeviceMesh) -> tuple[str, ...]:
         # Each rank adds the bias to its own tokens only.
-        bias = local_bias(module, Partial())
-        return y if bias is None else y + bias
+        return ("bias",)
+
+    def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
+        y = scatter_sequence(F.linear(x, module.weight), mesh)
+        return y if module.bias is None else y + module.bias
 
 
 class GatherSequence(ParallelStyle):
     """Any module without weights of its own that needs whole sequences.
 
     Its first argument arrives as (b, s/tp, d) and is passed on as (b, s, d).
-
     One gather serves every linear inside, and its backward sums what they contribute to the gradient.
     Forward: one all-gather; backward: one reduce-scatter.
     """
@@ -173,42 +184,32 @@ class GatherSequence(ParallelStyle):
         return _with_forward(module, forward)
 
 
-class Replicated(ParallelStyle):
+class Replicated(LocalStyle):
     """Any module that sees the same input on every tp rank: weights whole, gradients equal.
 
     No collectives.
     """
 
-    gradient: Placement = Replicate()
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute(module, device_mesh, **{name: Replicate() for name in module._parameters})
-        return _with_forward(module, self._with_local_parameters(module, module.forward))
-
-    def _with_local_parameters(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with local_parameters(module, self.gradient):
-                return forward(*args, **kwargs)
-
-        return wrapped
+        return module
 
 
 class PerHead(Replicated):
     """Any module that treats heads alike and sees this rank's, a norm of queries for one, weights whole.
 
-    (b, h/tp, s, k) -> the same. Each rank's gradient covers its own heads, so FSDP sums it over tp
-    (it redistributes a gradient that is Partial) before it reduces over dp.
-    Forward: nothing; backward: one all-reduce per weight.
+    (b, h/tp, s, k) -> the same. Each rank's gradient covers its own heads.
+    Forward: nothing; backward: its part of the unit's all-reduce.
     """
 
-    gradient = Partial()
+    def partial(self, module: nn.Module, mesh: DeviceMesh) -> tuple[str, ...]:
+        return tuple(module._parameters)
 
 
 class Sequence(PerHead):
     """Any module that sees a share of the sequence, a norm for one: (b, s/tp, d) -> the same, weights whole.
 
-    Each rank's gradient covers its own tokens. Forward: nothing; backward: one all-reduce per weight.
+    Each rank's gradient covers its own tokens. Forward: nothing; backward: its part of the unit's all-reduce.
     """
 
 
@@ -233,7 +234,7 @@ class ShardedDropout(ParallelStyle):
         return _with_forward(module, forward)
 
 
-class Vocab(ParallelStyle):
+class Vocab(LocalStyle):
     """nn.Embedding with its rows split: ids (b, s), the same on every rank -> (b, s/tp, d), weight (v/tp, d).
 
     tp need not divide v. Forward: one reduce-scatter; backward: one all-gather.
@@ -253,11 +254,11 @@ class Vocab(ParallelStyle):
     def forward(self, module: nn.Embedding, mesh: DeviceMesh, bounds: tuple[int, int], ids: Tensor) -> Tensor:
         start, stop = bounds
         elsewhere = (ids < start) | (ids >= stop)
-        rows = F.embedding((ids - start).masked_fill(elsewhere, 0), local(module.weight))
+        rows = F.embedding((ids - start).masked_fill(elsewhere, 0), module.weight)
         return scatter_sequence(rows.masked_fill(elsewhere.unsqueeze(-1), 0), mesh)
 
 
-class VocabHead(ParallelStyle):
+class VocabHead(LocalStyle):
     """nn.Linear from width to vocabulary: (b, s/tp, d) -> logits (b, s, v/tp), weight (v/tp, d).
 
     tp need not divide v. Forward: one all-gather; backward: one reduce-scatter.
@@ -269,7 +270,7 @@ class VocabHead(ParallelStyle):
         return _with_forward(module, _bind(self.forward, module, device_mesh))
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
-        return F.linear(gather_sequence(x, mesh), local(module.weight), local_bias(module))
+        return F.linear(gather_sequence(x, mesh), module.weight, module.bias)
 
 
 _STYLES: dict[str, ParallelStyle] = {

@@ -1,7 +1,7 @@
 """A plan {glob over module names: style} -> strict match -> parallelize_module. Its only caller."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -10,12 +10,14 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.modules.dropout import _DropoutNd
 
 from parallel2d.errors import UserError
+from parallel2d.local_weights import Owned, show_local
 from parallel2d.styles import (
     SEQUENCE_STYLES,
     STYLE_NAMES,
     Colwise,
     ColwiseLocal,
     GatherSequence,
+    LocalStyle,
     Replicated,
     style_of,
 )
@@ -24,7 +26,13 @@ from parallel2d.ties import find_ties, restore_ties
 Plan = Mapping[str, str | ParallelStyle]
 
 
-def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, plan: Plan) -> None:
+def apply_tensor_parallel(
+    model: nn.Module,
+    tp_mesh: DeviceMesh,
+    plan: Plan,
+    units: Sequence[nn.Module] = (),
+    methods: Sequence[str] = (),
+) -> None:
     """Shard the model's weights over tp, in place, and give the named modules their styles' forward.
 
     Modules that the plan does not name keep whole weights (style `replicated`), as DTensors too, so
@@ -35,6 +43,9 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, plan: Plan) -> 
         plan: globs over dotted module names, `*` standing for one component, "" for the model
             itself; values are names of `styles.STYLE_NAMES` or ParallelStyle objects. A glob that matches
             nothing, or two that match the same module, are errors.
+        units: what FSDP will gather one at a time. Each shows its modules their shares while it runs,
+            the model those of all modules outside units.
+        methods: of the model, besides forward, that run modules outside units.
     """
     styles = match_plan(model, plan)
     if tp_mesh.size() == 1:
@@ -42,6 +53,7 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, plan: Plan) -> 
     for name, module in model.named_modules():
         if name not in styles and any(True for _ in module.parameters(recurse=False)):
             styles[name] = Replicated()
+    styles_of = {model.get_submodule(name): style for name, style in styles.items()}
     ties = find_ties(model)
     for name, style in styles.items():
         try:
@@ -49,6 +61,30 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh, plan: Plan) -> 
         except UserError as error:
             raise UserError(f"{name or 'the model itself'}: {error}") from None
     restore_ties(ties)
+    of_units = {module for unit in units for module in unit.modules()}
+    for unit in units:
+        _show_local(unit, list(unit.modules()), styles_of, tp_mesh)
+    outside = [module for module in model.modules() if module not in of_units]
+    _show_local(model, outside, styles_of, tp_mesh, methods)
+
+
+def _show_local(
+    caller: nn.Module,
+    modules: Sequence[nn.Module],
+    styles: Mapping[nn.Module, ParallelStyle],
+    tp_mesh: DeviceMesh,
+    methods: Sequence[str] = (),
+) -> None:
+    """Whatever FSDP gathers together is shown together, and its partial gradients are summed together."""
+    owned = [
+        Owned(module, name, partial=name in style.partial(module, tp_mesh))
+        for module in modules
+        if isinstance(style := styles.get(module), LocalStyle)
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    for name in ("forward", *methods):
+        setattr(caller, name, show_local(getattr(caller, name), owned, tp_mesh))
 
 
 def match_plan(model: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:

@@ -121,7 +121,7 @@ class Step:
 
 
 def expected_traffic(
-    groups: Groups, mesh: MeshShape, step: Step, reach: Reach, *, tp_index: int = 0, norm_bytes: int = 8
+    groups: Groups, mesh: MeshShape, step: Step, reach: Reach, *, tp_index: int = 0
 ) -> Ledger:
     """The collectives of one `train_step` of a sequence-parallel transformer with L blocks.
 
@@ -131,33 +131,27 @@ def expected_traffic(
     - dp_shard: L+1 gathers of weights in forward, and in backward one for each group that was freed:
       L-1 (auto), L+1 (always) or none (never); with a number N, L-1 over dp_shard/N;
     - dp_shard: L+1 reduce-scatters of gradients; dp_replicate: L+1 all-reduces of the shards' gradients;
-    - tp: 4L+2 gathers and as many scatters, 1 gather for the loss, 1 all-reduce for each weight that is
-      whole over tp (norms, biases added after a sum, key/value heads fewer than tp); with activation
-      checkpointing 2L gathers and L scatters more, for what is computed again (a compiled block with
-      full checkpointing is computed again as a whole, its last scatter included: 2L scatters).
+    - tp: 4L+2 gathers and as many scatters, 1 gather for the loss, L+1 all-reduces, each for all that a
+      unit or the root has of weights that are whole over tp (norms, biases added after a sum, key/value
+      heads fewer than tp); with activation checkpointing 2L gathers and L scatters more, for what is
+      computed again (a compiled block with full checkpointing is computed again as a whole, its last
+      scatter included: 2L scatters).
 
-    With gradient_sync `last` the reductions, those of whole weights over tp included, are once per step,
-    with `replicas_last` those over dp_replicate. What is frozen is not reduced, and backward ends at
-    the first trained parameter. Per step: over each data axis an all-reduce for the token count and one
-    for the loss, over the world one for the gradient norm. An axis of size 1 sends nothing.
+    With gradient_sync `last` the reductions over dp are once per step, with `replicas_last` those over
+    dp_replicate. What is frozen is not reduced, and backward ends at the first trained parameter. Per
+    step: over the world an all-reduce of three numbers. An axis of size 1 sends nothing.
 
     Args:
         groups: the weights of each block, and last those of the root.
         tp_index: the rank's place on tp, where tp does not divide the vocabulary.
-        norm_bytes: of the gradient norm, a single number.
     """
     ledger = _gathers(groups, mesh, step, reach, tp_index) | _reductions(groups, mesh, step, tp_index)
     ledger |= _activations(len(groups) - 1, mesh, step, reach)
     sizes = {axis: getattr(mesh, axis) for axis in AXES} | {WORLD: mesh.world}
     # An axis as large as the world has the world's own group.
     world = next((axis for axis in AXES if sizes[axis] == sizes[WORLD]), WORLD)
-    of_step = (
-        ("dp_shard", Traffic(2, 16)),
-        ("dp_replicate", Traffic(2, 16)),
-        (world, Traffic(1, norm_bytes)),
-    )
-    for axis, more in of_step:
-        ledger[axis, "all_reduce"] = ledger.get((axis, "all_reduce"), Traffic()) + more
+    # Token count, loss and squared gradient norm, in float64.
+    ledger[world, "all_reduce"] = ledger.get((world, "all_reduce"), Traffic()) + Traffic(1, 24)
     # A part of an axis is named axis/size.
     sent = {key: traffic for key, traffic in ledger.items() if sizes[key[0].split("/")[0]] > 1}
     return {key: traffic for key, traffic in sent.items() if traffic.count}
@@ -180,10 +174,8 @@ def _reductions(groups: Groups, mesh: MeshShape, step: Step, tp_index: int) -> _
     trained = [[w for w in group if w.trained] for group in groups]
     sizes = [sum(w.padded(mesh.dp_shard, mesh.tp, tp_index) for w in group) for group in trained if group]
     reduced = sum(sizes) * step.reduce.itemsize
-    whole = [w for group in trained for w in group if w.tp_dim is None]
-    # What waits for the last micro-batch waits in the dtype of the reduction.
-    waits = step.gradient_sync == "last" and step.accumulation > 1
-    whole_size = (step.reduce if waits else step.compute).itemsize
+    whole = [sum(w.numel for w in group if w.tp_dim is None) for group in trained]
+    whole_bytes = sum(whole) * step.compute.itemsize * step.accumulation
     shard_times = 1 if step.gradient_sync == "last" else step.accumulation
     replica_times = step.accumulation if step.gradient_sync == "every" else 1
     return {
@@ -191,9 +183,7 @@ def _reductions(groups: Groups, mesh: MeshShape, step: Step, tp_index: int) -> _
         ("dp_replicate", "all_reduce"): Traffic(
             len(sizes) * replica_times, reduced // mesh.dp_shard * replica_times
         ),
-        ("tp", "all_reduce"): Traffic(
-            len(whole) * shard_times, sum(w.numel for w in whole) * whole_size * shard_times
-        ),
+        ("tp", "all_reduce"): Traffic(sum(n > 0 for n in whole) * step.accumulation, whole_bytes),
     }
 
 

@@ -117,6 +117,7 @@ def train(
         monitor.say(forecast.before(config, predicted))
         monitor.say(described_start(resumed, corpus))
     data = RankData(corpus, config.data.global_batch, micro_batch, dp_rank(mesh), shape.dp, device)
+    launch.settle()
     with open_store(config, monitor, resumed) as store:
         val_loss = fit(config, mesh, model, optimizer, data, store, monitor, start)
 

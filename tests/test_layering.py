@@ -36,6 +36,7 @@ ALSO = {
     ("collectives", "shards"),  # what a whole tensor is put together from
     ("styles", "collectives"),  # a style is a split and its collectives
     ("styles", "local_weights"),
+    ("local_weights", "collectives"),  # what partial gradients are summed by
     ("styles", "shards"),  # which rows of the vocabulary are here
     ("styles", "seeds"),  # what dropout on a share draws
     ("config", "fsdp"),  # a section makes the policy of it

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel2d import MeshShape, build_mesh, launch
 from parallel2d.cli.main import main
-from parallel2d.local_weights import distribute, local
+from parallel2d.local_weights import distribute
 from parallel2d.styles import Rowwise, Shard, Vocab
 from parallel2d.verify.compare import verify
 from parallel2d.verify.report import TOLERANCE, Report
@@ -84,7 +84,7 @@ class WithoutSum(Rowwise):
     """A reduction forgotten."""
 
     def forward(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
-        return F.linear(x, local(module.weight)) + local(module.bias)
+        return F.linear(x, module.weight) + module.bias
 
 
 class WithoutOffset(Vocab):
@@ -92,7 +92,7 @@ class WithoutOffset(Vocab):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute(module, device_mesh, weight=Shard(0))
-        rows = local(module.weight).shape[0]
+        rows = module.weight.to_local().shape[0]
         module.forward = functools.partial(self.forward, module, device_mesh, (0, rows))
         return module
 
