@@ -44,6 +44,8 @@ NUMBERS = (
     *("params_b", "n_layers", "dim", "ffn_dim", "n_heads", "n_kv_heads", "vocab", "seq_len", "local_batch"),
     *("n_gpus", "dp_replicate", "dp_shard", "tp", "pp", "cp", "tps_per_gpu", "peak_mem_gib"),
 )
+TEXTS = ("source", "model", "gpu", "ac", "compile", "float8", "async_tp", "optimizer", "notes")
+COLUMNS = (*TEXTS, *NUMBERS)
 
 
 def number(row: Row, column: str, default: float = 0.0) -> float:
@@ -63,7 +65,7 @@ def is_set(row: Row, column: str) -> bool:
 
 
 def ran_out_of_memory(row: Row) -> bool:
-    return row["notes"].startswith("OOM")
+    return "OOM" in row["notes"] and not row["tps_per_gpu"] and not row["peak_mem_gib"]
 
 
 def ranks(row: Row) -> float:
@@ -396,7 +398,10 @@ def main() -> None:
     if not arguments.runs.is_file():
         parser.error(f"--runs {arguments.runs} is not a file: give the CSV of published runs")
     with arguments.runs.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+        read = csv.DictReader(file)
+        if missing := [column for column in COLUMNS if column not in (read.fieldnames or ())]:
+            parser.error(f"--runs {arguments.runs} lacks the columns {', '.join(missing)}")
+        rows = [{column: row[column] or "" for column in COLUMNS} for row in read]
     if arguments.fit:
         print(constants(rows))
         return
