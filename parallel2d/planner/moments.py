@@ -54,7 +54,8 @@ def phases(
     L = shape.num_layers
     blocks = [terms.block_backward(n) for n in sorted({L, L - 1, 2, 1}, reverse=True) if 1 <= n <= L]
     root = (terms.root(), terms.root_reduced())
-    return (terms.first_forward(), terms.loss(), terms.head(), *blocks, *root, terms.update())
+    again = [terms.root_again()] * (setup.reshard == "always")
+    return (terms.first_forward(), terms.loss(), *again, terms.head(), *blocks, *root, terms.update())
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,7 @@ class _Terms:
     def first_forward(self) -> Phase:
         """What is gathered is copied out of the buffer that it arrived in."""
         c = self._c
-        arrived = Line(
-            "gathered", 2 * c * (self._block + self._root), "2c·(N_0 + N_l)/t: arriving, and copied"
-        )
+        arrived = Line(GATHERED, 2 * c * (self._block + self._root), "2c·(N_0 + N_l)/t: arriving, and copied")
         return Phase("forward of the first block", (*self._states(0), arrived))
 
     def loss(self) -> Phase:
@@ -86,7 +85,18 @@ class _Terms:
         elif self.program.loss_chunk:
             rows = min(T, max(1, self.program.loss_chunk // self._columns))
             lines.append(Line("logits", 4 * rows * self._columns, "a chunk of their gradient in float32"))
-        return Phase("loss", (*self._states(0), *self._kept_at_the_head(), self._gathered(1), *lines))
+        if self.setup.reshard != "always":
+            lines.append(self._gathered(1))
+        return Phase("loss", (*self._states(0), *self._kept_at_the_head(), *lines))
+
+    def root_again(self) -> Phase:
+        """The root, freed after forward, is gathered for its backward."""
+        c = self._c
+        lines = [
+            Line("logits", self.setup.tokens * c * self._columns, "c·T·v/t: their gradient"),
+            Line(GATHERED, 2 * c * self._root, "2c·N_0/t: as it arrives, and copied"),
+        ]
+        return Phase("gathering of the root", (*self._states(0), *self._kept_at_the_head(), *lines))
 
     def head(self) -> Phase:
         """Its backward: the gradients of logits, head and its input."""
@@ -114,6 +124,7 @@ class _Terms:
         if number < L:
             r = self.setup.formats.reduce.itemsize
             lines.append(Line(GATHERED, r * self._block, "r·N_l/t: the block after it is reduced"))
+        lines.append(self._waiting(L - number))
         return Phase(f"backward of block {number} of {L}", (*self._states(L - number), *lines))
 
     def root(self) -> Phase:
@@ -122,6 +133,7 @@ class _Terms:
         lines = [
             Line(GATHERED, c * self._root, "c·N_0/t: the root's gradients"),
             Line(GATHERED, r * self._root, "r·N_0/t: what is reduced of them"),
+            self._waiting(self.shape.num_layers),
         ]
         return Phase("reduction of the root", (*self._states(self.shape.num_layers), *lines))
 
@@ -131,7 +143,11 @@ class _Terms:
         lines = [
             Line(GATHERED, c * d * self._columns, "c·d·v/t: gradient of the embedding"),
             Line(GATHERED, r * self._root, "r·N_0/t: what was reduced"),
+            self._waiting(self.shape.num_layers),
         ]
+        if self.setup.accumulation > 1:
+            size = r * self._root // self.mesh.dp_shard
+            lines.append(Line(GATHERED, size, "r·N_0/(D·t): the sum, before it is added to the gradient"))
         return Phase("end of the root's reduction", (*self._states(self.shape.num_layers + 1), *lines))
 
     def update(self) -> Phase:
@@ -158,6 +174,12 @@ class _Terms:
 
     def _padded(self, weights: list[Weight]) -> int:
         return sum(w.padded(self.mesh.dp_shard, self.mesh.tp) for w in weights)
+
+    def _waiting(self, reduced: int) -> Line:
+        """Where replicas add to the gradients of micro-batches before, each sum stays until the end."""
+        kept = self.mesh.dp_replicate > 1 and self.setup.accumulation > 1
+        size = self.setup.formats.reduce.itemsize * self._block // self.mesh.dp_shard * reduced * kept
+        return Line(GATHERED, size, "r·N_l/(D·t), of what has been reduced: sums over replicas")
 
     def _states(self, reduced: int) -> tuple[Line, ...]:
         """reduced: blocks whose gradients are there, one more for the root's."""
