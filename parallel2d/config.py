@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from parallel2d.errors import UserError
 from parallel2d.fsdp import FsdpPolicy
 
 DtypeName = Literal["float32", "float64", "bfloat16"]
@@ -221,8 +222,9 @@ class RunConfig:
     """Everything of a run but the model, which the recipe adds.
 
     Args:
-        dp: data-parallel ranks, replicas included; -1 takes what tp leaves of the world.
-        tp: tensor-parallel ranks; dp × tp is the number of processes.
+        dp: data-parallel ranks, replicas included; -1 takes what tp leaves of the world, auto asks the
+            planner (docs/planner.md).
+        tp: tensor-parallel ranks; dp × tp is the number of processes. auto: likewise.
         dp_replicate: how many of the dp ranks are replicas of each other's shards (HSDP).
         seed: of the initial weights, the order of the data and the sampled text.
         steps: optimizer updates of the whole run.
@@ -236,8 +238,8 @@ class RunConfig:
         ledger: print the collectives of the first step, by formula and as observed.
     """
 
-    dp: int = -1
-    tp: int = 1
+    dp: int | Literal["auto"] = -1
+    tp: int | Literal["auto"] = 1
     dp_replicate: int = 1
     seed: int = 0
     steps: int = 200
@@ -254,6 +256,13 @@ class RunConfig:
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """dp, tp and dp_replicate, once the first two are numbers."""
+        if not isinstance(self.dp, int) or not isinstance(self.tp, int):
+            raise UserError(f"dp {self.dp}, tp {self.tp}: auto is for a run, not for this: give numbers")
+        return self.dp, self.tp, self.dp_replicate
 
     def problems(self, dp: int, tp: int) -> list[str]:
         """Every rule that these values break by themselves or on this mesh."""

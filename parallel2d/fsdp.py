@@ -177,7 +177,7 @@ class _ReduceScatter(ReduceScatter):
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
         reduce_scatter(output_tensor, input_tensor, group, mean=op == dist.ReduceOp.AVG)
