@@ -34,13 +34,18 @@ class Event:
 class MemoryLog:
     """Follows storages from the first tensor seen on them to their end.
 
-    `phase` and `part` are those of what comes next; who drives the step sets them.
+    `enter` says in which phase of the step is what comes next, and what it is for.
     """
 
     def __init__(self) -> None:
-        self.phase, self.part = "", "other"
+        self._phase, self._part = "between steps", "other"
         self.events: list[Event] = []
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
+
+    def enter(self, phase: str, part: str) -> None:
+        self._phase, self._part = phase, part
+        # No change, but a phase that allocates nothing has its largest moment, too.
+        self.events.append(Event(Block(part), 0, 0, phase))
 
     def block(self, tensor: Tensor) -> Block:
         """The one that a tensor lies on."""
@@ -61,7 +66,7 @@ class MemoryLog:
     def _block(self, storage: torch.UntypedStorage) -> Block:
         key = id(storage)
         if key not in self._known:
-            block = Block(self.part)
+            block = Block(self._part)
             self._known[key] = (weakref.ref(storage, lambda _: self._end(key)), block)
             self._record(block, storage.nbytes())
         return self._known[key][1]
@@ -72,7 +77,7 @@ class MemoryLog:
 
     def _record(self, block: Block, size: int) -> None:
         if size != block.bytes:
-            self.events.append(Event(block, block.bytes, size, self.phase))
+            self.events.append(Event(block, block.bytes, size, self._phase))
             block.bytes = size
 
     def peaks(self, start: int) -> dict[str, Mapping[str, int]]:

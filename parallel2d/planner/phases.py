@@ -25,7 +25,8 @@ class Phases:
     def watch(
         self, model: nn.Module, units: Sequence[nn.Module], optimizer: torch.optim.Optimizer
     ) -> None:
-        model.register_forward_pre_hook(lambda *_: self._enter("forward, before the blocks"))
+        # Before FSDP's hooks, which gather.
+        model.register_forward_pre_hook(lambda *_: self._enter("forward, before the blocks"), prepend=True)
         for index, unit in enumerate(units):
             self._watch_unit(unit, self._name(index, len(units)))
         units[0].register_forward_pre_hook(lambda _, args: self._on_gradient(args, "backward, before the blocks"))
@@ -43,10 +44,10 @@ class Phases:
         return "blocks between"
 
     def _enter(self, phase: str, part: str = "activations") -> None:
-        self._memory.phase, self._memory.part = phase, part
+        self._memory.enter(phase, part)
 
     def _watch_unit(self, unit: nn.Module, name: str) -> None:
-        unit.register_forward_pre_hook(lambda *_: self._enter(f"forward, {name}"))
+        unit.register_forward_pre_hook(lambda *_: self._enter(f"forward, {name}"), prepend=True)
         unit.register_forward_hook(lambda _, args, output: self._on_gradient(output, f"backward, {name}"))
 
     def _begin_loss(self, model: nn.Module, args: Any, output: Any) -> None:
