@@ -88,6 +88,8 @@ def imagined_world(size: int) -> Iterator[None]:
 
     Collectives return at once and leave what they were given; only models on meta belong here.
     """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
     # Its import is what makes the backend known.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -96,6 +98,8 @@ def imagined_world(size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # DTensor would find results of this world for an equal mesh of the next, with groups that are gone.
+        _clear_sharding_prop_cache()
 
 
 def require_agreement(**facts: object) -> None:

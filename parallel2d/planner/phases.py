@@ -36,12 +36,10 @@ class Phases:
         optimizer.register_step_post_hook(lambda *_: self._enter("between steps", "other"))
 
     def _name(self, index: int, units: int) -> str:
-        if index < self._edge:
-            return f"block {index + 1}"
         left = units - 1 - index
         if left < self._edge:
             return f"block L-{left}" if left else "block L"
-        return "blocks between"
+        return f"block {index + 1}" if index < self._edge else "blocks between"
 
     def _enter(self, phase: str, part: str = "activations") -> None:
         self._memory.enter(phase, part)
