@@ -150,11 +150,12 @@ def _trace(
             )
 
         step()
-        memory.name("parameters", module.parameters())
-        memory.name("optimizer", (v for state in optimizer.state.values() for v in state.values()))
         first_event, first_flops = len(memory.events), tracer.flops
         with Observer(mesh) as observer:
             step()
+        # Last of all, because shards that need no cast also pass as what FSDP gathers.
+        memory.name("parameters", module.parameters())
+        memory.name("optimizer", (v for state in optimizer.state.values() for v in state.values()))
         flops, events = tracer.flops - first_flops, list(memory.events)
     return observer.ledger, flops, memory.peaks(first_event), reserved_bytes(events)
 
