@@ -25,7 +25,7 @@ LAYERS = [
     },
     {"flags", "step", "generate", "parallelize", "checkpoint", "metrics", "ledger", "summary"},
     {"hf"},
-    {"verify"},
+    {"verify", "planner"},
     {"cli"},
 ]
 # Within a layer: who may use whom, with the reason.

@@ -74,9 +74,7 @@ class _Allocator:
 
     def _split(self, piece: _Piece, size: int) -> None:
         """Keep so much of a piece, and offer the rest."""
-        rest = _Piece(
-            piece.pool, piece.address + size, piece.size - size, before=piece, after=piece.after
-        )
+        rest = _Piece(piece.pool, piece.address + size, piece.size - size, before=piece, after=piece.after)
         if rest.after is not None:
             rest.after.before = rest
         piece.after, piece.size = rest, size

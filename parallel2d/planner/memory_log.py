@@ -23,7 +23,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Event:
-    """A block changes its size, in bytes, in a phase of the step; 0 is before its beginning or after its end."""
+    """A block changes its size, in bytes, in a phase of the step; 0 before it begins and after it ends."""
 
     block: Block
     before: int

@@ -22,14 +22,14 @@ class Phases:
     def __init__(self, memory: MemoryLog, edge: int) -> None:
         self._memory, self._edge = memory, edge
 
-    def watch(
-        self, model: nn.Module, units: Sequence[nn.Module], optimizer: torch.optim.Optimizer
-    ) -> None:
+    def watch(self, model: nn.Module, units: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         # Before FSDP's hooks, which gather.
         model.register_forward_pre_hook(lambda *_: self._enter("forward, before the blocks"), prepend=True)
         for index, unit in enumerate(units):
             self._watch_unit(unit, self._name(index, len(units)))
-        units[0].register_forward_pre_hook(lambda _, args: self._on_gradient(args, "backward, before the blocks"))
+        units[0].register_forward_pre_hook(
+            lambda _, args: self._on_gradient(args, "backward, before the blocks")
+        )
         units[-1].register_forward_hook(lambda *_: self._enter("forward, after the blocks"))
         model.register_forward_hook(self._begin_loss)
         optimizer.register_step_pre_hook(self._begin_update)

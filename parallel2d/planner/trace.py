@@ -124,7 +124,9 @@ def trace_step(model: Model, shape: MeshShape, work: Workload) -> Traced:
 
 
 def _require_meta(module: nn.Module) -> None:
-    real = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if not tensor.is_meta]
+    real = [
+        name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if not tensor.is_meta
+    ]
     if real:
         raise UserError(
             f"a model is traced without its values: build it under torch.device('meta') "
@@ -145,9 +147,7 @@ def _trace(
         Phases(memory, _edge(work)).watch(module, units, optimizer)
 
         def step() -> None:
-            train_step(
-                module, [batch] * work.accumulation, optimizer, vocab, mesh, 1.0, work.gradient_sync
-            )
+            train_step(module, [batch] * work.accumulation, optimizer, vocab, mesh, 1.0, work.gradient_sync)
 
         step()
         first_event, first_flops = len(memory.events), tracer.flops

@@ -93,15 +93,15 @@ def tracing() -> Iterator[Tracer]:
     """What is computed and allocated inside is fake, and traced."""
     tracer, resize, lock = Tracer(), torch.UntypedStorage.resize_, ShardingPropagator._fake_mode_lock
 
-    def logged_resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    def logged_resize(storage: Any, size: int) -> Any:
         resized = resize(storage, size)
         # Only FSDP gives and takes the memory of a living tensor: that of gathered weights.
         tracer.memory.resized(storage).part = BUFFERS
         return resized
 
     # No op passes a mode when a storage is resized, and DTensor's own lock stands where the pause must.
-    torch.UntypedStorage.resize_ = logged_resize  # type: ignore[method-assign]  # restored below
-    ShardingPropagator._fake_mode_lock = _Pause(tracer)
+    torch.UntypedStorage.resize_ = logged_resize  # type: ignore[method-assign, assignment]  # restored below
+    ShardingPropagator._fake_mode_lock = _Pause(tracer)  # type: ignore[assignment]  # any context does
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), tracer:
             yield tracer
