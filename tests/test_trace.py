@@ -10,6 +10,8 @@ import torch
 from parallel2d.models.gpt2 import GPT2, GPT2Config
 from parallel2d.models.llama import Llama, LlamaConfig
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.profiler import ProfilerActivity, profile
 
@@ -23,12 +25,14 @@ from parallel2d import (
     launch,
     parallelize,
 )
+from parallel2d.collectives import all_gather
 from parallel2d.ledger import Ledger, Step, expected_step
 from parallel2d.loss import VocabShard
 from parallel2d.optim import build_optimizer
 from parallel2d.planner.allocator import reserved_bytes
-from parallel2d.planner.memory_log import Block, Event
+from parallel2d.planner.memory_log import BUFFERS, Block, Event
 from parallel2d.planner.trace import Model, Traced, Workload, table, trace_depth, trace_step
+from parallel2d.planner.tracer import tracing
 from parallel2d.shards import local_block, share_of
 from parallel2d.step import train_step
 
@@ -104,6 +108,14 @@ def test_a_trace_sends_computes_and_holds_what_the_formulas_say(shape, work):
     assert {part: held[part] for part in states} == states
     assert total(held) - total(states) < 1024  # the batch and single numbers
     assert traced.peak_bytes == max(map(total, traced.phases.values()))
+    if work.fsdp.reshard_after_forward == "never":
+        assert traced.phases["loss"][BUFFERS] == ledger["dp_shard", "all_gather"].bytes
+    if shape.dp_shard > 1:
+        # The root's whole gradients and their copy to be reduced; they come last.
+        itemsizes = work.precision.compute.itemsize + work.precision.reduce.itemsize
+        root = 2 * -(-61 // shape.tp) * UNEVEN.width * itemsizes
+        reduces = traced.phases["backward, before the blocks"]
+        assert reduces[BUFFERS] >= root > reduces["activations"]
 
 
 def allocated_by_real_tensors(shape: MeshShape, work: Workload, config: LlamaConfig) -> int:
@@ -191,6 +203,26 @@ def test_what_cannot_be_traced_is_refused():
         trace_step((model, {}, [model]), MeshShape(), Workload(1, 8, 61))
     with pytest.raises(UserError, match="31 logits per token on rank 0, for vocab_size 99"):
         trace_step(llama(UNEVEN), MeshShape(1, 1, 2), Workload(1, 8, 99))
+
+
+def test_what_a_tracer_sees():
+    """Shares and not wholes, a waited-for result once, values of real tensors only."""
+    real = torch.tensor([5])
+    with launch.imagined_world(4):
+        mesh = build_mesh(MeshShape(1, 1, 4), "cpu")["tp"]
+        with tracing() as tracer:
+            share = DTensor.from_local(torch.zeros(8, 8), mesh, [Shard(0)], run_check=False)
+            zeros = torch.zeros_like(share)
+            assert max(map(total, tracer.memory.peaks(0).values())) == 2 * 8 * 8 * 4
+            gathered = all_gather(zeros.to_local(), mesh.get_group())
+            assert gathered.shape == (4, 8, 8)
+            assert max(map(total, tracer.memory.peaks(0).values())) == (2 + 4) * 8 * 8 * 4
+            assert (gathered.sum().item(), share.to_local().long()[0, 0].item()) == (1.0, 1)
+            with unset_fake_temporarily():
+                assert real.item() == 5
+            del share, zeros, gathered
+            torch.zeros(1)
+            assert total(tracer.memory.peaks(len(tracer.memory.events) - 2)["between steps"]) == 4
 
 
 def total(parts: Mapping[str, int]) -> int:
