@@ -51,6 +51,8 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--top", type=int, default=10, metavar="N", help="meshes to show (default 10)")
     add("--explain", metavar="DPxTP", help="one mesh in full; RxSxTP with R replicas of S shards")
+    add("--trace", action="store_true", help="check the formulas on a step of the real code, on fake tensors")
+    add("--mesh", metavar="DPxTP", help="the mesh to trace (default: the best)")
     add("--json", action="store_true", help="print one JSON object")
     add("--emit", type=Path, metavar="FILE", help="write a recipe for the best mesh, or --explain's")
     add("--plot", type=Path, metavar="FILE", help="draw memory and speed of the meshes")
@@ -76,7 +78,15 @@ def _plan(arguments: argparse.Namespace, rest: list[str]) -> bool:
     model = planned_model(arguments.model)
     _note_what_is_not_modelled(model)
     request = _request(arguments, model)
-    if arguments.explain:
+    if arguments.mesh and not arguments.trace:
+        raise UserError(f"--mesh {arguments.mesh} is what --trace traces: --explain shows a mesh by formula")
+    if arguments.trace:
+        from parallel2d.cli.plan_trace import traced_beside
+
+        best = None if arguments.mesh else plan(request).predictions[0]
+        chosen = best or best_setup(request, _mesh_of(arguments.mesh, request))
+        print(traced_beside(model, chosen))
+    elif arguments.explain:
         chosen = best_setup(request, _mesh_of(arguments.explain, request))
         print(json.dumps(prediction_as_json(chosen)) if arguments.json else explained(chosen))
     else:
@@ -138,10 +148,10 @@ def _mesh_of(text: str, request: Request) -> MeshShape:
     """DPxTP or RxSxTP, of as many GPUs as there are, and one that the model and the batch can have."""
     sizes = [int(size) if size.isdigit() else 0 for size in text.replace("×", "x").split("x")]
     if len(sizes) not in (2, 3) or not all(sizes):
-        raise UserError(f"--explain {text!r} is not DPxTP (32x8), nor RxSxTP with R replicas (2x16x8)")
+        raise UserError(f"mesh {text!r} is not DPxTP (32x8), nor RxSxTP with R replicas (2x16x8)")
     mesh = MeshShape(*([1, *sizes] if len(sizes) == 2 else sizes))
     if mesh.world != request.gpus:
-        raise UserError(f"--explain {text}: {mesh} has {mesh.world} ranks, not {request.gpus}")
+        raise UserError(f"mesh {text} has {mesh.world} ranks, not {request.gpus}")
     found = request.problems(mesh.tp)
     if request.global_batch % mesh.dp:
         found.append(f"global_batch {request.global_batch} is not divisible by dp {mesh.dp}")

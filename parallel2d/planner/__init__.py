@@ -1,1 +1,1 @@
-"""Which mesh, how much memory, how fast: by formula, before anything is launched. No torch."""
+"""Which mesh, how much memory, how fast: by formula, without torch, and by a trace of the real code."""

@@ -83,7 +83,7 @@ class _Terms:
             # In float32 the logits need no copy, and their gradient is computed in its place.
             lines = [Line("logits", T * 2 * c * self._columns, "2c·T·v/t: logits and their gradient")]
         elif self.program.loss_chunk:
-            rows = min(T, max(1, self.program.loss_chunk // self._columns))
+            rows = min(T, max(self.program.loss_chunk // self._columns, -(-T // 64)))
             lines.append(Line("logits", 4 * rows * self._columns, "a chunk of their gradient in float32"))
         if self.setup.reshard != "always":
             lines.append(self._gathered(1))
