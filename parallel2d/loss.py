@@ -97,9 +97,12 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
 
 def _rows(logits: Tensor) -> int:
-    """How many rows make a chunk: 1 MiB of float32 for a CPU's cache, 256 MiB for a GPU's many cores."""
+    """How many rows make a chunk: 1 MiB of float32 for a CPU's cache, 256 MiB for a GPU's many cores.
+
+    More where there would be above 64 chunks, each of which costs its dispatch.
+    """
     elements = 2**18 if logits.device.type == "cpu" else 2**26
-    return max(1, elements // logits.shape[-1])
+    return max(1, elements // logits.shape[-1], -(-len(logits) // 64))
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
