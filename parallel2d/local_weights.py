@@ -80,18 +80,19 @@ def _in_place_of_parameters(
 def _local(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Their shares on this rank. A share's gradient becomes a DTensor split as the parameter is."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return [_to_local(p) for p in parameters]
+        return [to_local(p) for p in parameters]
     trained = [p for p in parameters if p.requires_grad]
     shares = iter(_LocalShares.apply(*trained)) if trained else iter(())
-    return [next(shares) if p.requires_grad else _to_local(p) for p in parameters]
+    return [next(shares) if p.requires_grad else to_local(p) for p in parameters]
 
 
-def _to_local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def to_local(tensor: Tensor) -> Tensor:
+    """This rank's share; a plain tensor is its own."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _LocalShares(torch.autograd.Function):
-    """DTensor.to_local of many at once, for a tenth of the time."""
+    """DTensor.to_local of many at once, in one node of the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:

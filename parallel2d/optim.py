@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from parallel2d.local_weights import to_local
+
 Schedule = Literal["constant", "cosine", "linear", "wsd"]
 
 
@@ -40,7 +42,7 @@ class AdamW(torch.optim.AdamW):
         """Fills the lists (parameters, gradients, moments, step counts) that the update works on."""
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:
-            tensors[:] = [_local(tensor) for tensor in tensors]
+            tensors[:] = [to_local(tensor) for tensor in tensors]
         return has_complex
 
 
@@ -96,10 +98,10 @@ def gradient_squares(parameters: Iterable[nn.Parameter]) -> Tensor:
     From local shards, a replica counting once in the world.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    counted = [_local(g) for g in gradients if _counts_here(g)]
+    counted = [to_local(g) for g in gradients if _counts_here(g)]
     if not gradients:
         raise ValueError("no parameter has a gradient")
-    device = _local(gradients[0]).device
+    device = to_local(gradients[0]).device
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=device)
     # GPUs have few units for float64; a tensor's norm in float32 is sums of sums there.
@@ -115,16 +117,12 @@ def clip_gradients(
 
     norm: of the gradients multiplied by `scale`.
     """
-    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    gradients = [to_local(p.grad) for p in parameters if p.grad is not None]
     ratio = max_norm / (norm + 1e-6)
     if isinstance(ratio, Tensor):
         torch._foreach_mul_(gradients, (scale * ratio.clamp(max=1.0)).to(gradients[0].dtype))
     else:
         torch._foreach_mul_(gradients, scale * min(ratio, 1.0))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _counts_here(gradient: Tensor) -> bool:

@@ -26,6 +26,7 @@ def gpu(monkeypatch):
     return gpu
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     file = tmp_path / "rows.json"
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--tiny", "--json", str(file)]
@@ -59,6 +60,7 @@ def test_a_large_model_on_a_cpu_is_refused(gpu, monkeypatch, capsys):
     assert "too large for a CPU: --tiny" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_or_comes_too_late_is_told(gpu):
     good = gpu.Row("good", "parallel2d", MODEL, MeshShape(1, 2, 2), 16, 1, (1, 1))
     odd = replace(good, what="tp does not divide the sequence", seq_len=15)
@@ -104,6 +106,7 @@ def memory_of_step(shape: MeshShape, imagined: bool) -> dict[str, int]:
         }
 
 
+@pytest.mark.slow
 def test_an_imagined_rank_holds_what_a_real_one_does():
     shape = MeshShape(1, 2, 2)
     real, imagined = (run_ranks(n, memory_of_step, shape, n == 1)[0] for n in (4, 1))
