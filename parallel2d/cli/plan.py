@@ -52,7 +52,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     add("--top", type=int, default=10, metavar="N", help="meshes to show (default 10)")
     add("--explain", metavar="DPxTP", help="one mesh in full; RxSxTP with R replicas of S shards")
     add("--trace", action="store_true", help="check the formulas on a step of the real code, on fake tensors")
-    add("--mesh", metavar="DPxTP", help="the mesh to trace (default: the best)")
+    add("--mesh", metavar="DPxTP", help="the mesh to trace; RxSxTP with R replicas of S shards")
     add("--json", action="store_true", help="print one JSON object")
     add("--emit", type=Path, metavar="FILE", help="write a recipe for the best mesh, or --explain's")
     add("--plot", type=Path, metavar="FILE", help="draw memory and speed of the meshes")
@@ -73,22 +73,13 @@ def _plan(arguments: argparse.Namespace, rest: list[str]) -> bool:
 
         print(calibrated(arguments.calibrate, _cluster(arguments), arguments.gpus), end="")
         return True
-    if not arguments.model:
-        raise UserError("--model is missing: a preset, a recipe's .yaml, or a Hugging Face config.json")
+    _refuse_what_does_not_go_together(arguments)
     model = planned_model(arguments.model)
     _note_what_is_not_modelled(model)
     request = _request(arguments, model)
-    if arguments.mesh and not arguments.trace:
-        raise UserError(f"--mesh {arguments.mesh} is what --trace traces: --explain shows a mesh by formula")
-    if arguments.trace:
-        from parallel2d.cli.plan_trace import traced_beside
-
-        best = None if arguments.mesh else plan(request).predictions[0]
-        chosen = best or best_setup(request, _mesh_of(arguments.mesh, request))
-        print(traced_beside(model, chosen))
-    elif arguments.explain:
-        chosen = best_setup(request, _mesh_of(arguments.explain, request))
-        print(json.dumps(prediction_as_json(chosen)) if arguments.json else explained(chosen))
+    if arguments.trace or arguments.explain:
+        chosen = best_setup(request, _mesh_of(arguments.mesh or arguments.explain, request))
+        print(_traced(model, chosen, arguments.json) if arguments.trace else _told(chosen, arguments.json))
     else:
         found = plan(request)
         chosen = found.predictions[0]
@@ -98,6 +89,35 @@ def _plan(arguments: argparse.Namespace, rest: list[str]) -> bool:
     if arguments.emit:
         _emit(model, chosen, arguments.emit)
     return True
+
+
+def _refuse_what_does_not_go_together(arguments: argparse.Namespace) -> None:
+    """One error for all of it."""
+    given = arguments
+    found = {
+        "--model is missing: a preset, a recipe's .yaml, or a Hugging Face config.json": not given.model,
+        "--trace needs --mesh DPxTP, whose step it traces": given.trace and not given.mesh,
+        "--mesh is what --trace traces: --explain shows a mesh by formula": given.mesh and not given.trace,
+        "--trace and --explain: use one of them": given.trace and given.explain,
+        "--plot draws all meshes: use it without --trace and --explain": (
+            given.plot and (given.trace or given.explain)
+        ),
+        f"--top {given.top} is not a positive number": given.top < 1,
+        f"--emit {given.emit} exists: use another name, or remove it": given.emit and given.emit.exists(),
+    }
+    if wrong := [why for why, holds in found.items() if holds]:
+        raise UserError("\n".join(wrong))
+
+
+def _told(chosen: Prediction, as_object: bool) -> str:
+    return json.dumps(prediction_as_json(chosen)) if as_object else explained(chosen)
+
+
+def _traced(model: PlannedModel, chosen: Prediction, as_object: bool) -> str:
+    from parallel2d.cli import plan_trace  # here: it needs torch, which takes seconds
+
+    beside = plan_trace.trace_beside(model, chosen)
+    return json.dumps(plan_trace.as_json(beside)) if as_object else plan_trace.as_text(beside)
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
@@ -176,7 +196,8 @@ def _emit(model: PlannedModel, chosen: Prediction, file: Path) -> None:
         "fsdp": recipe.get("fsdp", {}) | {"reshard_after_forward": setup.reshard},
     }
     try:
-        file.write_text(yaml.safe_dump(out, sort_keys=False))
+        with file.open("x") as new:
+            yaml.safe_dump(out, new, sort_keys=False)
     except OSError as error:
         raise UserError(f"--emit {file} cannot be written: {error.strerror}") from None
 

@@ -215,9 +215,13 @@ class _Terms:
         ]
 
     def _normed(self) -> int:
-        """Bytes per token that a norm keeps of its share."""
-        numbers = self._c if self.program.fused_norms else 8
-        return numbers * self.shape.width // self.mesh.tp + 4 // self.mesh.tp
+        """Bytes per token that a norm of the residual stream keeps: its share, and a number per token."""
+        return (self._n * self.shape.width + 4) // self.mesh.tp
+
+    @property
+    def _n(self) -> int:
+        """Bytes of a number that a norm keeps: of its input, or of two float32 copies."""
+        return self._c if self.program.fused_norms else 8
 
     @property
     def _shares(self) -> tuple[int, int, int, int]:
@@ -251,10 +255,12 @@ class _Terms:
     def _all(self) -> int:
         """Bytes per token that a block's backward needs."""
         q, k, gates, sums = self._shares
-        normed = q + k if self.shape.qk_norm else 0
-        return (
-            2 * self._normed() + self._c * (2 * self.shape.width + 2 * q + 2 * k + 2 * gates + normed) + sums
-        )
+        kept = 2 * self._normed() + sums
+        if self.shape.qk_norm:
+            # Each head of queries and keys by itself. Their order in memory becomes attention's result's,
+            # which is copied into that of the product after it.
+            kept += self._n * (q + k) + 4 * (q + k) // self.shape.head_dim + self._c * q
+        return kept + self._c * (2 * self.shape.width + 2 * q + 2 * k + 2 * gates)
 
     def _working(self) -> list[Line]:
         """What one block's backward holds besides what was kept: computed again, and gradients."""

@@ -10,6 +10,7 @@ from parallel2d.planner.model import flops_per_token
 from parallel2d.planner.moments import PARTS
 from parallel2d.planner.predict import Prediction
 from parallel2d.planner.search import Plan
+from parallel2d.traffic import Ledger
 
 _GB = 1e9
 
@@ -107,10 +108,20 @@ def bytes_per_axis(p: Prediction) -> dict[str, int]:
     return sums
 
 
+def described(p: Prediction) -> str:
+    """What was predicted."""
+    return (
+        f"mesh {p.mesh}, micro-batch {p.setup.micro_batch} × {p.setup.accumulation}, checkpointing "
+        f"{p.setup.checkpoint}, reshard_after_forward {p.setup.reshard}"
+    )
+
+
+_VERDICTS = {"fit": "it fits", "borderline": "borderline", "no": "it does not fit"}
+
+
 def explained(p: Prediction) -> str:
     """Everything about one mesh, each number with its formula; docs/planner.md has the symbols."""
-    lines = [f"mesh {p.mesh}, micro-batch {p.setup.micro_batch} × {p.setup.accumulation}, checkpointing "]
-    lines[0] += f"{p.setup.checkpoint}, reshard_after_forward {p.setup.reshard}"
+    lines = [described(p) + (f": {_VERDICTS[p.verdict]}" if p.verdict else "")]
     lines += ["", "memory of a rank, bytes allocated at each moment that may be the peak"]
     for phase in p.memory.phases:
         mark = "   <- the peak" if phase is p.memory.peak else ""
@@ -191,10 +202,7 @@ def prediction_as_json(p: Prediction) -> dict[str, Any]:
         "parameter_bytes": p.memory.parameters,
         "gradient_bytes": p.memory.gradients,
         "optimizer_bytes": p.memory.optimizer,
-        "collectives": [
-            {"axis": axis, "kind": kind, "count": t.count, "bytes": t.bytes}
-            for (axis, kind), t in sorted(p.ledger.items())
-        ],
+        "collectives": as_collectives(p.ledger),
         "flops_per_micro_batch": p.flops.total,
     }
     if p.speed:
@@ -206,3 +214,10 @@ def prediction_as_json(p: Prediction) -> dict[str, Any]:
             "limit": p.speed.seconds.limit,
         }
     return found
+
+
+def as_collectives(ledger: Ledger) -> list[dict[str, Any]]:
+    return [
+        {"axis": axis, "kind": kind, "count": t.count, "bytes": t.bytes}
+        for (axis, kind), t in sorted(ledger.items())
+    ]

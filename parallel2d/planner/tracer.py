@@ -66,7 +66,8 @@ class Tracer(TorchDispatchMode):
                 block.part = BUFFERS
                 if func._opname == "all_gather_copy_in":
                     block.stream = "all_gather"
-        elif func._opname == "_reduce_scatter_base_":
+        elif func._opname == "_reduce_scatter_base_" and self.memory.block(args[1]).part == BUFFERS:
+            # FSDP's own, of gradients that it has put together; tp's is of activations.
             block = self.memory.block(args[0])
             block.part, block.stream = BUFFERS, "reduce_scatter"
 
