@@ -19,7 +19,7 @@ from parallel2d.planner.model import ModelShape
 from parallel2d.planner.predict import predict
 from parallel2d.planner.search import Request, plan, smallest_world
 from parallel2d.planner.setup import Setup
-from tests.ranks import RECIPE
+from tests.ranks import run_recipe
 
 GPUS = load_gpus()
 SMALL = ("--model", "llama3-8b", "--gpus", "8", "--gpu", "h100")
@@ -111,6 +111,11 @@ def test_what_does_not_fit_says_how_many_gpus_would_do():
         (("--network-gbps", "0"), "--network-gbps 0.0 is not a positive number"),
         (("--gpus-per-node", "0"), "--gpus-per-node 0 is not a positive number"),
         (("--seq_len", "9", "--explain", "4x2"), "seq_len 9 is not divisible by tp 2"),
+        (("--seq_len", "0"), "seq_len 0 is not a positive number"),
+        (("--global_batch", "0"), "global_batch 0 is not a positive number"),
+        (("--explain", "8x1x1"), "replicas of whole weights, not FSDP"),
+        (("--explain", ""), "mesh '' is not DPxTP"),
+        (("--top", "0"), "--top 0 is not a positive number"),
         (("--tp", "2"), "unknown: --tp 2"),
         (("--hardware", "none.yaml"), "--hardware 'none.yaml' is not a file"),
     ],
@@ -140,17 +145,38 @@ def test_the_recipe_accepts_what_is_emitted(ask_plan, tmp_path):
     model = {"preset": "debug", "vocab_size": 1003, "num_layers": 3}
     source.write_text(yaml.safe_dump({"optim": {"lr": 1e-3}, "model": model, "data": {"global_batch": 32}}))
     ask_plan("--model", source, *SMALL[2:], "--explain", "2x2x2", "--emit", file, "--seq_len", "256")
-    command = [sys.executable, str(RECIPE), "--config", str(file), "--print_config"]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
+    (run,) = run_recipe(1, "--config", str(file), "--print_config")
+    assert run.exitcode == 0, run.stderr
     read = yaml.safe_load(run.stdout)
     assert (read["dp"], read["tp"], read["dp_replicate"], read["optim"]["lr"]) == (4, 2, 2, 1e-3)
     emitted = yaml.safe_load(file.read_text())
     assert read["data"] == read["data"] | emitted["data"] and read["data"]["seq_len"] == 256
     assert read["activation_checkpoint"] == emitted["activation_checkpoint"]
+    with pytest.raises(UserError, match=r"planned.yaml exists: use another name"):
+        ask_plan("--model", source, *SMALL[2:], "--emit", file)
+    assert yaml.safe_load(file.read_text()) == emitted
     assert read["model"] == asdict(replace(PRESETS["debug"], vocab_size=1003, num_layers=3)) | (
         {"preset": "debug"} if "preset" in read["model"] else {}
     )
+
+
+def test_a_size_of_resharding_leaves_the_meshes_that_can_have_it():
+    found = plan(request(reshards=(2,)))
+    assert [str(p.mesh) for p in found.predictions] == ["8×1", "8×1 (dp_replicate 2)"]
+    assert found.left_out["4×2"] == "reshard_after_forward 2 needs tp 1 and a multiple of 2 as dp_shard"
+    with pytest.raises(UserError, match="runs on no mesh of 8 GPUs"):
+        plan(request(reshards=(3,)))
+
+
+def test_tp_stays_within_a_node():
+    def left_out(gpus: int, per_node: int) -> str:
+        cluster = Cluster.of(GPUS["h100"], per_node)
+        return "\n".join(f"{k}: {v}" for k, v in plan(request(gpus=gpus, cluster=cluster)).left_out.items())
+
+    # Pairs on nodes of three: every second pair lies on two of them.
+    assert "tp 2, 4, 6, 12: would span nodes of 3 GPUs" in left_out(12, 3)
+    assert "would span nodes" not in left_out(8, 8)
+    assert "tp 7: num_heads 32 is not divisible by" in left_out(7, 8)
 
 
 def test_explained_is_all_of_one_mesh(ask_plan):
@@ -198,6 +224,7 @@ def test_a_gpu_of_ones_own(ask_plan, tmp_path):
     bigger = load_gpus(own)["big"]
     assert (bigger.memory_gib, bigger.reached.arithmetic) == (1000, 0.9)
     assert bigger.reached.network == GPUS["h100"].reached.network
+    assert GPUS["h100"].fitted_on and not bigger.fitted_on
     assert json.loads(ask_plan(*SMALL, "--gpu", "big", "--hardware", own, "--json"))["gpu"] == "big"
     own.write_text("bad: {memory_gib: -1, speed: 3}")
     with pytest.raises(UserError, match="speed is not known") as told:

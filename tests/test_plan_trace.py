@@ -7,7 +7,7 @@ import yaml
 
 from parallel2d import UserError
 
-# One block more than the heads' ranks need, and a vocabulary that tp does not divide.
+# A vocabulary that tp does not divide.
 MODEL = {"preset": "debug", "vocab_size": 1003, "num_layers": 1, "num_kv_heads": 2, "qk_norm": True}
 DATA = {"seq_len": 32, "global_batch": 16}
 EIGHT = ("--gpus", "8", "--gpu", "h100")
@@ -30,10 +30,13 @@ def same(formula: dict, trace: dict) -> None:
     assert sum(trace["memory"].values()) == trace["allocated_bytes"]
 
 
-def test_both_as_json_on_replicas(ask_plan, recipe):
+def test_both_as_json_on_replicas_of_more_blocks_than_are_traced(ask_plan, recipe):
+    content = yaml.safe_load(recipe.read_text())
+    recipe.write_text(yaml.safe_dump({**content, "model": MODEL | {"num_layers": 9}}))
     found = json.loads(ask_plan("--model", recipe, *EIGHT, "--trace", "--mesh", "2x2x2", "--json"))
     same(**{side: found[side] for side in ("formula", "trace")})
     assert [found["formula"][axis] for axis in ("dp_replicate", "dp_shard", "tp")] == [2, 2, 2]
+    assert found["trace"]["reserved_bytes"] is None  # which no shallow trace tells
     axes = {entry["axis"] for entry in found["trace"]["collectives"]}
     assert axes == {"dp_replicate", "dp_shard", "tp", "world"}
 
@@ -65,7 +68,7 @@ def test_both_beside_each_other(ask_plan, recipe):
         (("--trace", "--mesh", "4x2"), ["--model is missing"]),
         (("--model", "debug", "--trace", "--mesh", "3x2"), ["mesh 3x2 has 6 ranks, not 8"]),
         (("--model", "debug", "--trace", "--mesh", "8by1"), ["is not DPxTP"]),
-        (("--model", "debug", "--trace", "--mesh", "8x1x1"), ["replicas of whole weights"]),
+        (("--model", "debug", "--trace", "--mesh", "8x1x1"), ["replicas of whole weights, not FSDP"]),
         (
             ("--model", "debug", "--trace", "--mesh", "4x2", "--global_batch", "6", "--seq_len", "31"),
             ["global_batch 6 is not divisible by dp 4", "seq_len 31 is not divisible by tp 2"],

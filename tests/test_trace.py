@@ -86,16 +86,35 @@ def flops(c: LlamaConfig, shape: MeshShape, work: Workload) -> int:
     return work.accumulation * (c.num_layers * (3 * block + 7 * attention // 2 + again) + head)
 
 
+SLOW = pytest.mark.slow
 CASES = [
-    (MeshShape(1, 4, 2), Workload(2, 8, 61, 1, MIXED, FsdpPolicy("auto"), "none")),
-    (MeshShape(1, 2, 4), Workload(2, 8, 61, 1, MIXED, FsdpPolicy("always"), "selective")),
-    (MeshShape(2, 2, 2), Workload(2, 8, 61, 1, Precision(), FsdpPolicy("never"), "full")),
-    (MeshShape(1, 8, 1), Workload(1, 8, 61, 2, Precision(), FsdpPolicy("auto"), "full", "last")),
-    (MeshShape(1, 1, 8), Workload(2, 8, 61, 1, MIXED, FsdpPolicy("auto"), "selective")),
+    pytest.param(
+        MeshShape(1, 4, 2), Workload(2, 8, 61, 1, MIXED, FsdpPolicy("auto"), "none"), id="4×2", marks=SLOW
+    ),
+    pytest.param(
+        MeshShape(1, 2, 4),
+        Workload(2, 8, 61, 1, MIXED, FsdpPolicy("always"), "selective"),
+        id="2×4",
+        marks=SLOW,
+    ),
+    pytest.param(
+        MeshShape(2, 2, 2), Workload(2, 8, 61, 1, Precision(), FsdpPolicy("never"), "full"), id="HSDP"
+    ),
+    pytest.param(
+        MeshShape(1, 8, 1),
+        Workload(1, 8, 61, 2, Precision(), FsdpPolicy("auto"), "full", "last"),
+        id="8×1",
+    ),
+    pytest.param(
+        MeshShape(1, 1, 8),
+        Workload(2, 8, 61, 1, MIXED, FsdpPolicy("auto"), "selective"),
+        id="1×8",
+        marks=SLOW,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("shape", "work"), CASES, ids=[str(shape) for shape, _ in CASES])
+@pytest.mark.parametrize(("shape", "work"), CASES)
 def test_a_trace_sends_computes_and_holds_what_the_formulas_say(shape, work):
     traced = trace_step(llama(UNEVEN), shape, work)
     ledger, size = expected(UNEVEN, shape, work)
@@ -147,9 +166,9 @@ def allocated_by_real_tensors(shape: MeshShape, work: Workload, config: LlamaCon
 
 SELECTIVE = Workload(2, 64, 1000, precision=MIXED, activation_checkpoint="selective")
 REAL = [
-    pytest.param(MeshShape(), Workload(2, 64, 1000), marks=pytest.mark.slow),
-    pytest.param(MeshShape(1, 2, 2), Workload(2, 64, 1000), marks=pytest.mark.slow),
-    pytest.param(MeshShape(1, 4, 2), SELECTIVE, marks=pytest.mark.slow),
+    pytest.param(MeshShape(), Workload(2, 64, 1000), marks=SLOW),
+    pytest.param(MeshShape(1, 2, 2), Workload(2, 64, 1000), marks=SLOW),
+    pytest.param(MeshShape(1, 4, 2), SELECTIVE, marks=SLOW),
     (MeshShape(2, 2, 2), replace(SELECTIVE, activation_checkpoint="full")),
 ]
 
@@ -164,6 +183,7 @@ def test_the_traced_peak_is_that_of_real_memory(shape, work):
     assert real == pytest.approx(traced.peak_bytes - before, rel=1e-2)
 
 
+@SLOW
 def test_depth_is_affine():
     config, shape, work = replace(UNEVEN, num_layers=6), MeshShape(1, 2, 2), Workload(2, 8, 61)
     deep = trace_depth(lambda layers: llama(replace(config, num_layers=layers)), 6, shape, work)
@@ -173,7 +193,7 @@ def test_depth_is_affine():
     assert deep.reserved_bytes is None and whole.reserved_bytes
 
 
-@pytest.mark.slow
+@SLOW
 def test_size_costs_nothing():
     """Llama 3.1 405B on 4,096 ranks."""
     config = LlamaConfig(128_256, 16_384, 126, 128, 8, 0, 53_248)

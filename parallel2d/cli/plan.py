@@ -15,7 +15,7 @@ from parallel2d.planner.hardware import Cluster, load_gpus, require_gpu
 from parallel2d.planner.model import ModelShape
 from parallel2d.planner.predict import Prediction
 from parallel2d.planner.report import as_json, as_text, explained, prediction_as_json
-from parallel2d.planner.search import CHECKPOINTS, Plan, Request, best_setup, plan
+from parallel2d.planner.search import CHECKPOINTS, RESHARDS, Plan, Request, best_setup, plan, problems_of
 from parallel2d.planner.setup import Setup
 
 
@@ -80,15 +80,17 @@ def _plan(arguments: argparse.Namespace, rest: list[str]) -> bool:
     wanted = arguments.mesh if arguments.trace else arguments.explain
     if wanted is not None:
         chosen = best_setup(request, _mesh_of(wanted, request))
-        print(_traced(model, chosen, arguments.json) if arguments.trace else _told(chosen, arguments.json))
+        said = _traced(model, chosen, arguments.json) if arguments.trace else _told(chosen, arguments.json)
     else:
         found = plan(request)
         chosen = found.predictions[0]
-        print(json.dumps(as_json(found)) if arguments.json else as_text(found, arguments.top))
+        said = json.dumps(as_json(found)) if arguments.json else as_text(found, arguments.top)
         if arguments.plot:
             _plot(found, arguments.plot, arguments.top)
+    # Files first: who reads what is printed may be gone before its end.
     if arguments.emit:
         _emit(model, chosen, arguments.emit)
+    print(said)
     return True
 
 
@@ -138,7 +140,13 @@ def _request(arguments: argparse.Namespace, model: PlannedModel) -> Request:
     if checkpoint not in (None, *CHECKPOINTS):
         raise UserError(f"activation_checkpoint {checkpoint!r} is not one of {', '.join(CHECKPOINTS)}")
     reshard = recipe.get("fsdp", {}).get("reshard_after_forward")
+    if reshard not in (None, *RESHARDS) and (not isinstance(reshard, int) or reshard < 2):
+        raise UserError(
+            f"fsdp.reshard_after_forward {reshard!r} is none of {', '.join(RESHARDS)} or a size of 2 or more"
+        )
     compiles = recipe.get("compile", False) if arguments.compile is None else arguments.compile == "true"
+    if not isinstance(compiles, bool):
+        raise UserError(f"compile {compiles!r} is neither true nor false")
     choices: dict[str, Any] = {"checkpoints": (checkpoint,)} if checkpoint else {}
     choices |= {"reshards": (reshard,)} if reshard is not None else {}
     return Request(
@@ -174,14 +182,7 @@ def _mesh_of(text: str, request: Request) -> MeshShape:
     mesh = MeshShape(*([1, *sizes] if len(sizes) == 2 else sizes))
     if mesh.world != request.gpus:
         raise UserError(f"mesh {text} has {mesh.world} ranks, not {request.gpus}")
-    found = request.problems(mesh.tp)
-    if mesh.dp_shard == 1 and mesh.dp_replicate > 1:
-        found.append(f"mesh {text} is of replicas of whole weights: FSDP shards them over 2 ranks or more")
-    if request.global_batch % mesh.dp:
-        found.append(f"global_batch {request.global_batch} is not divisible by dp {mesh.dp}")
-    if request.seq_len % mesh.tp:
-        found.append(f"seq_len {request.seq_len} is not divisible by tp {mesh.tp}")
-    if found:
+    if found := problems_of(request, mesh):
         raise UserError("\n".join(found))
     return mesh
 

@@ -114,14 +114,14 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _with_bases(name: str, entries: Mapping[str, Any], seen: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The entry over the one that it is like."""
+    """The entry over the one that it is like; what that was fitted on it was not fitted on itself."""
     entry = dict(entries[name])
     base = entry.pop("like", None)
     if base is None:
         return entry
     if base not in entries or base in (*seen, name):
         raise UserError(f"gpu {name}: like {base!r} is no other entry (these are: {', '.join(entries)})")
-    under = _with_bases(base, entries, (*seen, name))
+    under = _with_bases(base, entries, (*seen, name)) | {"fitted_on": ""}
     return {**under, **entry, "reached": {**under.get("reached", {}), **entry.get("reached", {})}}
 
 

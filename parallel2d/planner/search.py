@@ -13,6 +13,7 @@ from parallel2d.planner.predict import Prediction, predict
 from parallel2d.planner.setup import Setup
 
 CHECKPOINTS = ("none", "selective", "full")
+RESHARDS = ("auto", "always", "never")
 _MOST_GPUS = 2**20
 
 
@@ -60,8 +61,8 @@ def plan(request: Request) -> Plan:
     why = {tp: _why_not_tp(request, tp) for tp in divisors(request.gpus)}
     left_out: dict[str, str] = {}
     for mesh in (m for tp in why if not why[tp] for m in _meshes(request.gpus, tp)):
-        if request.global_batch % mesh.dp:
-            left_out[str(mesh)] = f"global_batch {request.global_batch} is not divisible by dp {mesh.dp}"
+        if problems := problems_of(request, mesh):
+            left_out[str(mesh)] = problems[0]
             continue
         best = best_setup(request, mesh)
         if best.verdict == "no":
@@ -74,6 +75,23 @@ def plan(request: Request) -> Plan:
         raise UserError(_nothing_fits(request, left_out))
     order = sorted(found, key=lambda p: (p.verdict != "fit", -_rate(p), p.memory.reserved))
     return Plan(request, tuple(order), left_out)
+
+
+def problems_of(request: Request, mesh: MeshShape) -> list[str]:
+    """What model, batch and FSDP have against a mesh."""
+    found = request.problems(mesh.tp) + _problems_of_length(request, mesh.tp)
+    if request.global_batch % mesh.dp:
+        found.append(f"global_batch {request.global_batch} is not divisible by dp {mesh.dp}")
+    if mesh.dp_shard == 1 and mesh.dp_replicate > 1:
+        found.append(f"dp_replicate {mesh.dp_replicate} of dp {mesh.dp}: replicas of whole weights, not FSDP")
+    for size in request.reshards:
+        if isinstance(size, int) and (mesh.tp > 1 or mesh.dp_shard % size or size == mesh.dp_shard):
+            found.append(f"reshard_after_forward {size} needs tp 1 and a multiple of {size} as dp_shard")
+    return found
+
+
+def _problems_of_length(request: Request, tp: int) -> list[str]:
+    return [f"seq_len {request.seq_len} is not divisible by tp {tp}"] if request.seq_len % tp else []
 
 
 def best_setup(request: Request, mesh: MeshShape) -> Prediction:
@@ -124,11 +142,7 @@ def _why_not_tp(request: Request, tp: int) -> str:
     node = request.cluster.gpus_per_node
     if tp > node or (request.gpus > node and node % tp):
         return f"would span nodes of {node} GPUs, and tp needs the links within one"
-    if found := request.problems(tp):
-        return found[0]
-    if request.seq_len % tp:
-        return f"seq_len {request.seq_len} is not divisible by tp {tp}"
-    return ""
+    return next(iter(request.problems(tp) + _problems_of_length(request, tp)), "")
 
 
 def _too_large(request: Request, best: Prediction) -> str:
@@ -153,8 +167,8 @@ def _nothing_fits(request: Request, left_out: dict[str, str]) -> str:
         first = f"{name} fits on no mesh of {gpus} {gpu.name} ({gpu.memory_gib:g} GiB each): {remedy}"
         return "\n".join([first, *lines[:12]])
     allowed = [tp for tp in divisors(gpus) if not _why_not_tp(request, tp)]
-    if allowed:
-        dps = [gpus // tp for tp in allowed]
+    dps = [gpus // tp for tp in allowed]
+    if dps and all(request.global_batch % dp for dp in dps):
         near = -(-request.global_batch // dps[-1]) * dps[-1]
         first = f"global_batch {request.global_batch} is divisible by no dp that {gpus} GPUs allow "
         return f"{first}({', '.join(map(str, dps))}): use --global_batch {near}"
