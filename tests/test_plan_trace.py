@@ -5,7 +5,12 @@ import json
 import pytest
 import yaml
 
-from parallel2d import UserError
+from parallel2d import MeshShape, UserError
+from parallel2d.cli.plan_model import planned_model
+from parallel2d.cli.plan_trace import as_json, trace_beside
+from parallel2d.planner.model import ModelShape
+from parallel2d.planner.predict import predict
+from parallel2d.planner.setup import Setup
 
 # A vocabulary that tp does not divide.
 MODEL = {"preset": "debug", "vocab_size": 1003, "num_layers": 1, "num_kv_heads": 2, "qk_norm": True}
@@ -30,15 +35,26 @@ def same(formula: dict, trace: dict) -> None:
     assert sum(trace["memory"].values()) == trace["allocated_bytes"]
 
 
-def test_both_as_json_on_replicas_of_more_blocks_than_are_traced(ask_plan, recipe):
+@pytest.mark.parametrize("layers", [1, pytest.param(9, marks=pytest.mark.slow)])
+def test_both_as_json_on_replicas(ask_plan, recipe, layers):
     content = yaml.safe_load(recipe.read_text())
-    recipe.write_text(yaml.safe_dump({**content, "model": MODEL | {"num_layers": 9}}))
+    recipe.write_text(yaml.safe_dump({**content, "model": MODEL | {"num_layers": layers}}))
     found = json.loads(ask_plan("--model", recipe, *EIGHT, "--trace", "--mesh", "2x2x2", "--json"))
     same(**{side: found[side] for side in ("formula", "trace")})
     assert [found["formula"][axis] for axis in ("dp_replicate", "dp_shard", "tp")] == [2, 2, 2]
-    assert found["trace"]["reserved_bytes"] is None  # which no shallow trace tells
     axes = {entry["axis"] for entry in found["trace"]["collectives"]}
     assert axes == {"dp_replicate", "dp_shard", "tp", "world"}
+    # Two shallow traces do not tell what the allocator reserves.
+    assert (found["trace"]["reserved_bytes"] is None) == (layers == 9)
+
+
+def test_more_micro_batches_than_two_are_traced_as_two(recipe):
+    model = planned_model(str(recipe))
+    setup = Setup(64, 32, 3, "none")  # enough tokens for activations to decide the peak
+    beside = trace_beside(model, predict(ModelShape.of(model.config), MeshShape(1, 2, 2), setup, None))
+    found = as_json(beside)
+    assert found["formula"]["accumulation"] == 2
+    same(found["formula"], found["trace"])
 
 
 def test_both_beside_each_other(ask_plan, recipe):
@@ -63,7 +79,7 @@ def test_both_beside_each_other(ask_plan, recipe):
         (("--model", "debug", "--mesh", "4x2"), ["--mesh is what --trace traces"]),
         (
             ("--model", "debug", "--trace", "--mesh", "4x2", "--explain", "4x2", "--plot", "p.png"),
-            ["--trace and --explain", "--plot draws all meshes"],
+            ["--trace and --explain: use one", "--plot draws all meshes"],
         ),
         (("--trace", "--mesh", "4x2"), ["--model is missing"]),
         (("--model", "debug", "--trace", "--mesh", "3x2"), ["mesh 3x2 has 6 ranks, not 8"]),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from parallel2d.models.gpt2 import GPT2, GPT2Config
 from parallel2d.models.llama import Llama, LlamaConfig
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -104,6 +104,7 @@ CASES = [
         MeshShape(1, 8, 1),
         Workload(1, 8, 61, 2, Precision(), FsdpPolicy("auto"), "full", "last"),
         id="8×1",
+        marks=SLOW,
     ),
     pytest.param(
         MeshShape(1, 1, 8),
@@ -183,11 +184,38 @@ def test_the_traced_peak_is_that_of_real_memory(shape, work):
     assert real == pytest.approx(traced.peak_bytes - before, rel=1e-2)
 
 
-@SLOW
-def test_depth_is_affine():
-    config, shape, work = replace(UNEVEN, num_layers=6), MeshShape(1, 2, 2), Workload(2, 8, 61)
-    deep = trace_depth(lambda layers: llama(replace(config, num_layers=layers)), 6, shape, work)
-    whole = trace_step(llama(config), shape, work)
+class Stack(nn.Module):
+    """As little as has depth."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(61, 12), nn.Linear(12, 61)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.ReLU()) for _ in range(depth))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).tanh()
+
+
+def stack(depth: int) -> Model:
+    with torch.device("meta"):
+        model = Stack(depth)
+    return model, {}, list(model.blocks)
+
+
+def llama_of_depth(depth: int) -> Model:
+    return llama(replace(UNEVEN, num_layers=depth))
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [(stack, MeshShape(2, 2, 1)), pytest.param(llama_of_depth, MeshShape(1, 2, 2), marks=SLOW)],
+)
+def test_depth_is_affine(build, shape):
+    work = Workload(2, 8, 61)
+    deep, whole = trace_depth(build, 7, shape, work), trace_step(build(7), shape, work)
     assert (deep.ledger, deep.flops, deep.peak_bytes) == (whole.ledger, whole.flops, whole.peak_bytes)
     assert deep.phases.items() <= whole.phases.items()
     assert deep.reserved_bytes is None and whole.reserved_bytes
