@@ -86,6 +86,10 @@ def _memory_rows(formula: Prediction, traced: Traced) -> Iterator[str]:
     yield _row("memory at the peak, GiB: at", formula.memory.peak.name, traced.peak_phase)
     yield from (_row(f"  {part}", _gib(by_part[part]), _gib(size)) for part, size in traced.parts.items())
     yield _row("  allocated", _gib(formula.memory.allocated), _gib(traced.peak_bytes))
+    if traced.reserved_bytes is not None:
+        yield _row(
+            "  reserved by a GPU's allocator", _gib(formula.memory.reserved), _gib(traced.reserved_bytes)
+        )
 
 
 def _row(name: str, formula: str, trace: str) -> str:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-BUFFERS = "gathered parameters and reduce buffers"
-PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", BUFFERS, "other")
+from parallel2d.planner.moments import PARTS
 
 
 @dataclass(eq=False)

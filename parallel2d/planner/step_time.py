@@ -122,9 +122,13 @@ def mfu(shape: ModelShape, setup: Setup, tokens_per_s: float, peak_flops: float)
 
 
 def _host_seconds(shape: ModelShape, mesh: MeshShape, setup: Setup, program: Program) -> float:
-    again = {"none": 0.0, "selective": HAND.again / 2, "full": HAND.again}[setup.checkpoint]
     issued = HAND.issued if setup.compile else 1.0
-    return shape.num_layers * program.dispatch_s[mesh.tp > 1] * (1 + again) * issued
+    return shape.num_layers * program.dispatch_s[mesh.tp > 1] * (1 + _again(setup)) * issued
+
+
+def _again(setup: Setup) -> float:
+    """What checkpointing adds to operations other than products, as a part of them."""
+    return {"none": 0.0, "selective": HAND.again / 2, "full": HAND.again}[setup.checkpoint]
 
 
 def _moved_bytes(shape: ModelShape, mesh: MeshShape, setup: Setup) -> float:
@@ -133,9 +137,8 @@ def _moved_bytes(shape: ModelShape, mesh: MeshShape, setup: Setup) -> float:
     gates = 3 if shape.gated else 2
     heads = shape.query_width + shape.key_width / 2
     left = HAND.compiled if setup.compile else 1.0
-    again = {"none": 0.0, "selective": HAND.again / 2, "full": HAND.again}[setup.checkpoint]
     per_token = HAND.ffn * shape.ffn_width * gates / 3 + HAND.width * d + HAND.queries * heads
-    moved = T / t * left * (L * per_token * (1 + again) + HAND.vocabulary * shape.vocab_size)
+    moved = T / t * left * (L * per_token * (1 + _again(setup)) + HAND.vocabulary * shape.vocab_size)
     if t > 1:
         # Copied around the collectives, and the sums of gradients that the gathered stream collects.
         gathers, scatters = moves_of_stream(L, setup.step(shape), whole_reach(shape))

@@ -21,7 +21,7 @@ from parallel2d.mesh import MeshShape, build_mesh
 from parallel2d.optim import build_optimizer
 from parallel2d.parallelize import ActivationCheckpoint, parallelize
 from parallel2d.planner.allocator import reserved_bytes
-from parallel2d.planner.memory_log import PARTS
+from parallel2d.planner.moments import PARTS
 from parallel2d.planner.phases import Phases
 from parallel2d.planner.tracer import tracing
 from parallel2d.step import Batch, train_step
@@ -29,8 +29,6 @@ from parallel2d.tensor_parallel import Plan
 from parallel2d.ties import to_empty
 
 Model = tuple[nn.Module, Plan, Sequence[nn.Module]]
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -204,18 +202,3 @@ def trace_depth(build: Callable[[int], Model], depth: int, shape: MeshShape, wor
     }
     seconds = one.cpu_seconds + other.cpu_seconds
     return Traced(ledger, at_depth(one.flops, other.flops), phases, None, seconds)
-
-
-def table(traced: Traced) -> str:
-    """For people: what is sent, computed and held, one line each."""
-    lines = [f"{'axis':14}{'collective':16}{'count':>7}{'bytes':>20}"]
-    for (axis, kind), traffic in sorted(traced.ledger.items()):
-        lines.append(f"{axis:14}{kind:16}{traffic.count:7}{traffic.bytes:20,}")
-    lines.append(f"{'floating-point operations per rank':37}{traced.flops:20,}")
-    lines.append(f"{'memory at the peak (' + traced.peak_phase + ')':57}")
-    lines += [f"  {part:43}{size / _GIB:8.2f} GiB" for part, size in traced.parts.items()]
-    lines.append(f"  {'allocated':43}{traced.peak_bytes / _GIB:8.2f} GiB")
-    if traced.reserved_bytes is not None:
-        lines.append(f"  {'reserved by the caching allocator':43}{traced.reserved_bytes / _GIB:8.2f} GiB")
-    lines.append(f"traced in {traced.cpu_seconds:.1f} CPU seconds")
-    return "\n".join(lines)

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from parallel2d.planner.memory_log import BUFFERS, MemoryLog
+from parallel2d.planner.memory_log import MemoryLog
+from parallel2d.planner.moments import GATHERED
 
 _aten = torch.ops.aten
 
@@ -63,13 +64,13 @@ class Tracer(TorchDispatchMode):
         if func.namespace == "fsdp":
             for tensor in _fakes((args, kwargs, result)):
                 block = self.memory.block(tensor)
-                block.part = BUFFERS
+                block.part = GATHERED
                 if func._opname == "all_gather_copy_in":
                     block.stream = "all_gather"
-        elif func._opname == "_reduce_scatter_base_" and self.memory.block(args[1]).part == BUFFERS:
+        elif func._opname == "_reduce_scatter_base_" and self.memory.block(args[1]).part == GATHERED:
             # FSDP's own, of gradients that it has put together; tp's is of activations.
             block = self.memory.block(args[0])
-            block.part, block.stream = BUFFERS, "reduce_scatter"
+            block.part, block.stream = GATHERED, "reduce_scatter"
 
 
 def _fakes(values: Any) -> Iterator[Tensor]:
@@ -97,7 +98,7 @@ def tracing() -> Iterator[Tracer]:
     def logged_resize(storage: Any, size: int) -> Any:
         resized = resize(storage, size)
         # Only FSDP gives and takes the memory of a living tensor: that of gathered weights.
-        tracer.memory.resized(storage).part = BUFFERS
+        tracer.memory.resized(storage).part = GATHERED
         return resized
 
     # No op passes a mode when a storage is resized, and DTensor's own lock stands where the pause must.
