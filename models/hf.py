@@ -7,14 +7,14 @@ config.json asks for and these models do not compute is refused by name, never p
 import re
 from collections.abc import Mapping
 from types import UnionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from .gpt2 import GPT2, GPT2Config
+from .gpt2_config import GPT2Config
 from .hf_tables import FAMILIES, GPT2_PLACES, LLAMA_PLACES, NEEDED, ROPE_KEYS, ROPE_KINDS, Family, Place
-from .llama import Llama, LlamaConfig
-from .rope import RopeScaling
+from .llama_config import LlamaConfig, RopeScaling
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Config = LlamaConfig | GPT2Config
 
@@ -23,7 +23,7 @@ class CannotCarry(ValueError):
     """What a config.json asks for and our models do not compute, or the other way round; a line for each."""
 
 
-def hf_names(model: nn.Module) -> dict[str, Place]:
+def hf_names(model: "nn.Module") -> dict[str, Place]:
     """{our parameter name: its place} for a Llama or GPT2, parallelized or not, on meta or not.
 
     A tied head is in it under both of its names.
@@ -40,8 +40,18 @@ def _place(table: Mapping[str, Place], parameter: str) -> Place:
     return place._replace(tensor=tensor, transpose=place.transpose and leaf == "weight")
 
 
-def from_hf(config: Mapping[str, Any]) -> tuple[type[nn.Module], Config]:
-    """A config.json -> (model class, our configuration); one CannotCarry with all that we lack.
+def from_hf(config: Mapping[str, Any]) -> "tuple[type[nn.Module], Config]":
+    """A config.json -> (model class, our configuration); one CannotCarry with all that we lack."""
+    ours = config_from_hf(config)
+    # Imported here: `parallel2d plan` reads a config.json and needs no torch.
+    from .gpt2 import GPT2
+    from .llama import Llama
+
+    return (GPT2 if isinstance(ours, GPT2Config) else Llama), ours
+
+
+def config_from_hf(config: Mapping[str, Any]) -> Config:
+    """A config.json -> our configuration; one CannotCarry with all that we lack.
 
     Both generations are read: rope_theta with rope_scaling, and rope_parameters.
     """
@@ -51,9 +61,7 @@ def from_hf(config: Mapping[str, Any]) -> tuple[type[nn.Module], Config]:
     family = FAMILIES[kind]
     _refuse(_problems_of_keys(config, family))
     values = {key: config.get(key, default) for key, (_, default) in family.keys.items()}
-    if kind == "gpt2":
-        return GPT2, _read_gpt2(values)
-    return Llama, _read_llama(kind, values)
+    return _read_gpt2(values) if kind == "gpt2" else _read_llama(kind, values)
 
 
 def _refuse(problems: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Llama and its relatives: configuration, modules, model, tensor-parallel plan; written for one device.
+"""Llama and its relatives: modules, model, tensor-parallel plan; written for one device.
 
 Under a plan the same code sees shares: shape comments say `s/tp` and `h/tp` where a rank holds a
 part, and tp is 1 on one device. Papers: arXiv:2307.09288 (Llama 2), arXiv:2407.21783 (Llama 3);
@@ -6,101 +6,17 @@ biases make it Qwen2 (arXiv:2407.10671), the norm of queries and keys Qwen3 (arX
 sliding window Mistral (arXiv:2310.06825).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from .parts import Embedding, Linear, RMSNorm, indivisible, negative, not_positive, residual_std, rowless
-from .rope import RopeScaling, rotary_table, rotate
-
-
-@dataclass(frozen=True)
-class LlamaConfig:
-    """Shape of a Llama.
-
-    Args:
-        vocab_size: number of token ids.
-        width: size of the residual stream.
-        num_layers: number of blocks.
-        num_heads: query heads.
-        num_kv_heads: key/value heads, each serving num_heads / num_kv_heads query heads.
-        head_dim: size of one head; 0 means width / num_heads.
-        ffn_width: hidden size of the feed-forward layers.
-        rope_theta: base of the rotary frequencies.
-        rope_scaling: how they are lowered for long contexts.
-        norm_eps: epsilon of the RMS norms.
-        init_std: standard deviation of the initial weights.
-        tie_embeddings: one matrix for the embedding and the output head.
-        qkv_bias: biases of the query, key and value projections.
-        o_bias: bias of the attention's output projection.
-        ffn_bias: biases of the feed-forward layers.
-        qk_norm: an RMS norm of each query and key head.
-        sliding_window: a position sees itself and this many less one before it; 0: all.
-    """
-
-    vocab_size: int = 256
-    width: int = 128
-    num_layers: int = 2
-    num_heads: int = 8
-    num_kv_heads: int = 8
-    head_dim: int = 0
-    ffn_width: int = 384
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    init_std: float = 0.02
-    tie_embeddings: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    ffn_bias: bool = False
-    qk_norm: bool = False
-    sliding_window: int = 0
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-
-    @property
-    def key_width(self) -> int:
-        """Size of one head, whether given or derived."""
-        return self.head_dim or self.width // self.num_heads
-
-    def problems(self, tp: int) -> list[str]:
-        """What this shape has against itself and against tp; empty if nothing."""
-        sizes = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "ffn_width")
-        found = not_positive("model", self, *sizes, "rope_theta")
-        found += negative("model", self, "head_dim", "init_std", "norm_eps", "sliding_window")
-        found += self.rope_scaling.problems()
-        if found:
-            return found
-        if not self.head_dim and self.width % self.num_heads:
-            found.append(f"model.width {self.width} is not divisible by model.num_heads {self.num_heads}")
-        if self.key_width % 2:
-            found.append(f"head size {self.key_width} is odd: rotary embeddings need an even one")
-        if self.num_heads % self.num_kv_heads:
-            found.append(f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}")
-        return found + self._problems_of_tp(tp)
-
-    def _problems_of_tp(self, tp: int) -> list[str]:
-        found = indivisible(self, tp, "num_heads", "ffn_width")
-        # Fewer key/value heads than ranks are shared by neighbours, each head by equally many.
-        if self.num_kv_heads % tp and tp % self.num_kv_heads:
-            sizes = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-            fits = ", ".join(
-                str(n) for n in sizes if self.num_kv_heads % n == 0 or n % self.num_kv_heads == 0
-            )
-            found.append(
-                f"num_kv_heads {self.num_kv_heads} neither divides tp {tp} nor is divisible by it: "
-                f"use tp {fits}"
-            )
-        return found + rowless(self, tp, "vocab_size")
-
-
-PRESETS = {
-    "debug": LlamaConfig(),
-    "llama2-7b": LlamaConfig(32_000, 4096, 32, 32, 32, 0, 11_008),
-    "llama3-8b": LlamaConfig(128_256, 4096, 32, 32, 8, 0, 14_336, rope_theta=500_000.0),
-    "llama3-70b": LlamaConfig(128_256, 8192, 80, 64, 8, 0, 28_672, rope_theta=500_000.0),
-}
+from .llama_config import PRESETS as PRESETS
+from .llama_config import LlamaConfig as LlamaConfig
+from .parts import Embedding, Linear, RMSNorm, residual_std
+from .rope import rotary_table, rotate
 
 
 @dataclass(frozen=True)

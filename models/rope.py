@@ -1,45 +1,13 @@
 """Rotary position embeddings (arXiv:2104.09864), pairs (i, i + k/2) of a head of size k."""
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .parts import not_positive
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are lowered for contexts longer than those of pretraining.
-
-    Args:
-        kind: linear divides all frequencies by factor; llama3 only those whose wavelength is long.
-        factor: divisor.
-        low_freq_factor: llama3: wavelengths above original_context / low_freq_factor are divided in full.
-        high_freq_factor: llama3: wavelengths below original_context / high_freq_factor stay.
-        original_context: llama3: context length of pretraining.
-    """
-
-    kind: Literal["none", "linear", "llama3"] = "none"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
-
-    def problems(self) -> list[str]:
-        positive = ("factor", "low_freq_factor", "original_context")
-        found = not_positive("model.rope_scaling", self, *positive)
-        if self.kind == "none" and self != RopeScaling():
-            found.append("model.rope_scaling has values but kind none: use kind linear or llama3")
-        if self.high_freq_factor <= self.low_freq_factor:
-            found.append(
-                f"model.rope_scaling.high_freq_factor {self.high_freq_factor} is not above "
-                f"low_freq_factor {self.low_freq_factor}"
-            )
-        return found
+from .llama_config import RopeScaling as RopeScaling
 
 
 def rotary_table(

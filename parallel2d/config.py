@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from parallel2d.errors import UserError
 from parallel2d.fsdp import FsdpPolicy
 
 DtypeName = Literal["float32", "float64", "bfloat16"]
@@ -124,9 +125,10 @@ class FsdpConfig:
     """How FSDP trades memory for traffic; `FsdpPolicy` and `set_gradient_sync` know the rules.
 
     Args:
-        reshard_after_forward: what is freed after forward and gathered again in backward: auto, all
-            blocks but the last; always, everything; never, nothing; a number N, as auto, but kept in
-            shards over groups of N ranks (N divides dp_shard; tp 1 only).
+        reshard_after_forward: what is freed after forward and gathered again in backward: but_last, all
+            blocks but the last; always, everything; never, nothing; a number N, as but_last, but kept in
+            shards over groups of N ranks (N divides dp_shard; tp 1 only); auto, nothing of blocks that
+            take at most 64 MiB of a rank together, else as but_last.
         offload: keep weights, gradients and optimizer state in pinned host memory (CUDA only).
         forward_prefetch: blocks that are gathered before the forward that precedes theirs.
         backward_prefetch: likewise in backward; 0 is FSDP's own way, one block.
@@ -135,7 +137,7 @@ class FsdpConfig:
             last only, or over the shards with every and over the replicas with the last (replicas_last).
     """
 
-    reshard_after_forward: Literal["auto", "always", "never"] | int = "auto"
+    reshard_after_forward: Literal["auto", "but_last", "always", "never"] | int = "auto"
     offload: bool = False
     forward_prefetch: int = 0
     backward_prefetch: int = 0
@@ -221,8 +223,9 @@ class RunConfig:
     """Everything of a run but the model, which the recipe adds.
 
     Args:
-        dp: data-parallel ranks, replicas included; -1 takes what tp leaves of the world.
-        tp: tensor-parallel ranks; dp × tp is the number of processes.
+        dp: data-parallel ranks, replicas included; -1 takes what tp leaves of the world, auto asks the
+            planner (docs/planner.md).
+        tp: tensor-parallel ranks; dp × tp is the number of processes. auto: likewise.
         dp_replicate: how many of the dp ranks are replicas of each other's shards (HSDP).
         seed: of the initial weights, the order of the data and the sampled text.
         steps: optimizer updates of the whole run.
@@ -236,8 +239,8 @@ class RunConfig:
         ledger: print the collectives of the first step, by formula and as observed.
     """
 
-    dp: int = -1
-    tp: int = 1
+    dp: int | Literal["auto"] = -1
+    tp: int | Literal["auto"] = 1
     dp_replicate: int = 1
     seed: int = 0
     steps: int = 200
@@ -254,6 +257,13 @@ class RunConfig:
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """dp, tp and dp_replicate, once the first two are numbers."""
+        if not isinstance(self.dp, int) or not isinstance(self.tp, int):
+            raise UserError(f"dp {self.dp}, tp {self.tp}: auto is for a run, not for this: give numbers")
+        return self.dp, self.tp, self.dp_replicate
 
     def problems(self, dp: int, tp: int) -> list[str]:
         """Every rule that these values break by themselves or on this mesh."""

@@ -22,10 +22,12 @@ from torch.distributed.fsdp import (
 
 # Not exported, but what set_custom_reduce_scatter is documented to take.
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor, Shard
 
 from parallel2d.collectives import is_gloo, reduce_scatter
+from parallel2d.traffic import Weight, resharding
 
-Reshard = Literal["auto", "always", "never"] | int
+Reshard = Literal["auto", "but_last", "always", "never"] | int
 GradientSync = Literal["every", "last", "replicas_last"]
 
 
@@ -54,8 +56,10 @@ class FsdpPolicy:
 
     Args:
         reshard_after_forward: which units free their weights after forward and gather them again in
-            backward. auto: all but the last one, whose backward follows at once. always: all, and the
-            root. never: none. A number N: as auto, but to shards over groups of N ranks.
+            backward. but_last: all but the last one, whose backward follows at once. always: all, and
+            the root. never: none. A number N: as but_last, but to shards over groups of N ranks. auto:
+            never if all units' weights take at most 64 MiB of a rank, in the dtype of compute; else, or
+            with backward_prefetch, but_last.
         offload: weights, gradients and optimizer state rest in pinned host memory.
         forward_prefetch: so many units are gathered before the forward that precedes theirs; 0: none.
         backward_prefetch: likewise in backward; 0 is FSDP's own, one unit.
@@ -67,6 +71,12 @@ class FsdpPolicy:
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     forward_methods: tuple[str, ...] = ()
+
+    @property
+    def resharding(self) -> Reshard:
+        """What is asked for: backward_prefetch asks for gathers in backward."""
+        of_auto: Reshard = "but_last" if self.backward_prefetch else "auto"
+        return of_auto if self.reshard_after_forward == "auto" else self.reshard_after_forward
 
     def problems(self, model: type[nn.Module], dp_shard: int, tp: int, device_type: str) -> list[str]:
         """Every rule that the policy breaks, for this class of model on this mesh."""
@@ -95,20 +105,19 @@ class FsdpPolicy:
                 f"gathers nothing: use backward_prefetch 0"
             ]
         if isinstance(size, str):
-            return (
-                [] if size in ("auto", "always", "never") else [f"reshard_after_forward {size!r} is unknown"]
-            )
+            known = ("auto", "but_last", "always", "never")
+            return [] if size in known else [f"reshard_after_forward {size!r} is unknown"]
         if tp > 1:
             return [
                 f"reshard_after_forward {size}: torch's FSDP cannot reshard tensor-parallel weights to a "
-                f"smaller group: with tp {tp} use auto, always or never"
+                f"smaller group: with tp {tp} use auto, but_last, always or never"
             ]
         fits = [str(n) for n in range(2, dp_shard) if dp_shard % n == 0]
         if str(size) in fits:
             return []
         return [
             f"reshard_after_forward {size} is no group within dp_shard {dp_shard}: "
-            f"use {', '.join(['auto, always, never', *fits])}"
+            f"use {', '.join(['auto, but_last, always, never', *fits])}"
         ]
 
 
@@ -148,12 +157,14 @@ def apply_fsdp(
         "mesh": dp_mesh,
         "offload_policy": CPUOffloadPolicy() if policy.offload else OffloadPolicy(),
     }
+    blocks = weights_of(model, units)[:-1]
+    elements = sum(weight.padded(1, mesh["tp"].size()) for block in blocks for weight in block)
+    choice = resharding(policy.resharding, elements * precision.compute.itemsize)
     shards = [
         fully_shard(unit, mp_policy=of_unit, reshard_after_forward=reshards, **rest)
-        for unit, reshards in zip(units, _reshards(policy.reshard_after_forward, len(units)), strict=True)
+        for unit, reshards in zip(units, _reshards(choice, len(units)), strict=True)
     ]
-    of_always = policy.reshard_after_forward == "always"
-    root = fully_shard(model, mp_policy=of_root, reshard_after_forward=of_always, **rest)
+    root = fully_shard(model, mp_policy=of_root, reshard_after_forward=choice == "always", **rest)
     if dp_mesh.device_type == "cpu" and is_gloo(mesh["dp_shard"].get_group()):
         for module in (root, *shards):
             module.set_custom_reduce_scatter(_ReduceScatter())
@@ -162,6 +173,22 @@ def apply_fsdp(
         register_fsdp_forward_method(model, name)
     if not all(parameter.requires_grad for parameter in model.parameters()):
         _gather_in_backward_where_there_is_one(model, shards)
+
+
+def weights_of(model: nn.Module, units: Sequence[nn.Module]) -> list[list[Weight]]:
+    """What each unit gathers at once, and last the root, as data."""
+    in_units = {p for unit in units for p in unit.parameters()}
+    root = [p for p in model.parameters() if p not in in_units]
+    return [[_weight(p) for p in group] for group in (*(unit.parameters() for unit in units), root)]
+
+
+def _weight(parameter: Tensor) -> Weight:
+    """With tp 1 there may be no tp axis in its mesh."""
+    tp_dim = None
+    if isinstance(parameter, DTensor):
+        placements = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+        tp_dim = next((p.dim for axis, p in placements if axis == "tp" and isinstance(p, Shard)), None)
+    return Weight(tuple(parameter.shape), tp_dim, parameter.requires_grad)
 
 
 class _ReduceScatter(ReduceScatter):
@@ -183,7 +210,7 @@ class _ReduceScatter(ReduceScatter):
         reduce_scatter(output_tensor, input_tensor, group, mean=op == dist.ReduceOp.AVG)
 
 
-def _reshards(choice: Reshard, units: int) -> list[bool | int]:
+def _reshards(choice: str | int, units: int) -> list[bool | int]:
     """What fully_shard is told for each unit."""
     of_most = choice != "never" if isinstance(choice, str) else choice
     return [of_most] * (units - 1) + [choice == "always"] * min(units, 1)

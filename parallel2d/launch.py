@@ -100,6 +100,8 @@ def imagined_world(size: int) -> Iterator[None]:
     Collectives return at once, with copies of what this rank gave (a reduction: with that itself) or,
     before torch 2.13, a reduce-scatter with whatever was in memory: no number here means anything.
     """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
     # Its import is what makes the backend known.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -108,6 +110,8 @@ def imagined_world(size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # DTensor would find results of this world for an equal mesh of the next, with groups that are gone.
+        _clear_sharding_prop_cache()
 
 
 def require_agreement(**facts: object) -> None:

@@ -93,6 +93,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
             wide.mul_(factor.unsqueeze(-1))
             if not same:
                 into.copy_(wide)
+            del wide  # or it would be there still while the next chunk's is made
         return gradient, None, None
 
 

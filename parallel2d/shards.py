@@ -13,12 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-
-def share_of(size: int, parts: int, index: int) -> tuple[int, int]:
-    """[start, stop) of one part of a dim, as DTensor and FSDP split it: ⌈size/parts⌉ while it lasts."""
-    share = -(-size // parts)
-    start = min(index * share, size)
-    return start, min(start + share, size)
+from parallel2d.mesh_shape import share_of
 
 
 @dataclass(frozen=True)
@@ -103,17 +98,3 @@ def local_block(tensor: Tensor) -> tuple[Tensor, Box]:
     if isinstance(tensor, DTensor):
         return tensor.to_local(), local_box(tensor)
     return tensor, Box((0,) * tensor.ndim, tuple(tensor.shape))
-
-
-def tp_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Shape of this rank's tp share, before dp_shard splits it: what FSDP gathers."""
-    sizes = list(tensor.shape)
-    if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        coordinate = mesh.get_coordinate() or ()
-        names = mesh.mesh_dim_names or ()
-        for axis, placement in enumerate(tensor.placements):
-            if names[axis] == "tp" and isinstance(placement, Shard):
-                start, stop = share_of(sizes[placement.dim], mesh.size(axis), coordinate[axis])
-                sizes[placement.dim] = stop - start
-    return tuple(sizes)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from parallel2d.models.llama import PRESETS, Llama, LlamaConfig
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel2d import launch
+from parallel2d import forecast, launch
 from parallel2d.checkpoint.find import remove_leftovers
 from parallel2d.checkpoint.load import Resume, Resumed, load_newest, resume_from
 from parallel2d.checkpoint.retention import VAL_LOSS, Retention
@@ -27,12 +27,13 @@ from parallel2d.freeze import freeze
 from parallel2d.fsdp import Precision
 from parallel2d.generate import generate
 from parallel2d.init import init_weights
-from parallel2d.ledger import Ledger, Observer, Step, expected_step, table
+from parallel2d.ledger import Observer, expected_step, table
 from parallel2d.loss import VocabShard
 from parallel2d.mesh import MeshShape, build_mesh, choose_mesh, dp_rank, dp_size, mesh_shapes
 from parallel2d.metrics import Monitor, Run
 from parallel2d.optim import LearningRate, build_optimizer, set_learning_rate
 from parallel2d.parallelize import parallelize
+from parallel2d.planner.model import ModelShape
 from parallel2d.run_folder import lock, next_commands, require_usable, write_config
 from parallel2d.step import evaluate, seed_step, train_step
 from parallel2d.summary import summary
@@ -52,8 +53,9 @@ class Recipe(RunConfig):
 def main() -> None:
     # What can be known to be wrong is found here, before a process is started or a file written.
     config = load_config(Recipe, Path(__file__).with_suffix(".yaml"), PRESETS)
-    world = launch.planned_world(config.dp, config.tp, config.dp_replicate, config.device)
-    shape = choose_mesh(config.dp, config.tp, config.dp_replicate, world, lambda s: problems(config, s))
+    config = forecast.with_planned_mesh(config, ModelShape.of(config.model), problems)
+    world = launch.planned_world(*config.sizes, config.device)
+    shape = choose_mesh(*config.sizes, world, lambda s: problems(config, s))
     model = build_model(config)
     data, vocab_size = config.data, config.model.vocab_size
     corpus = Corpus(load_tokens(data.path), data.seq_len, vocab_size, data.val_fraction, config.seed)
@@ -107,10 +109,12 @@ def train(
     resumed = resume and load_newest(resume, model, optimizer, checkpoints(config))
     start = Progress.of(resumed, corpus)
     micro_batch = config.data.micro_batch_of(shape.dp)
+    predicted = forecast.forecast(config, ModelShape.of(config.model), shape, *forecast.here(config))
     monitor = open_monitor(config, model, shape, device, start)
     if dist.get_rank() == 0:
         dtypes = config.precision.dtypes(device.type)
         monitor.say(summary(model, shape, device, dtypes, corpus, config.data.global_batch, micro_batch))
+        monitor.say(forecast.before(config, predicted))
         monitor.say(described_start(resumed, corpus))
     data = RankData(corpus, config.data.global_batch, micro_batch, dp_rank(mesh), shape.dp, device)
     launch.settle()
@@ -120,6 +124,7 @@ def train(
     if dist.get_rank() == 0:
         alone = f"token frequencies alone: {corpus.unigram_loss():.4f}"
         monitor.say(f"result    validation loss {val_loss:.4f} nats per token ({alone})")
+        monitor.say(forecast.after(config, predicted, device))
     show_sample(config, mesh, model, corpus, device, monitor)
     others = [s for s in mesh_shapes(shape.world) if s != shape and not problems(config, s)]
     nearest = sorted(others, key=lambda s: abs(s.tp - shape.tp))[:1]
@@ -216,7 +221,8 @@ def fit(
         except FloatingPointError as error:
             raise UserError(f"step {done.step + 1}: {error}: lower optim.lr") from None
         if observer:
-            monitor.say(table(expected_ledger(config, model, mesh), observer.ledger))
+            step = forecast.step_of(config, config.model.width, dp_size(mesh), mesh.device_type)
+            monitor.say(table(expected_step(model, list(model.blocks), mesh, step), observer.ledger))
         done = Progress(done.step + 1, done.position + data.global_batch, done.tokens_seen + stats.tokens)
         monitor.end_step(done.step, stats, lr, done.tokens_seen)
         if done.step == start.step + 1:
@@ -233,25 +239,6 @@ def fit(
             state |= {VAL_LOSS: val_loss} if validated and math.isfinite(val_loss) else {}
             monitor.checkpoint(done.step, store.save(done.step, model, optimizer, state))
     return val_loss
-
-
-def expected_ledger(config: Recipe, model: Llama, mesh: DeviceMesh) -> Ledger:
-    _, compute, reduce = config.precision.dtypes(mesh.device_type)
-    micro_batch = config.data.micro_batch_of(dp_size(mesh))
-    step = Step(
-        micro_batch,
-        config.data.seq_len,
-        config.model.width,
-        config.data.global_batch // micro_batch // dp_size(mesh),
-        compute,
-        reduce,
-        config.activation_checkpoint,
-        reshard_after_forward=config.fsdp.reshard_after_forward,
-        gradient_sync=config.fsdp.gradient_sync,
-        output=config.precision.output_dtype(),
-        compile=config.compile,
-    )
-    return expected_step(model, list(model.blocks), mesh, step)
 
 
 def is_due(step: int, every: int) -> bool:

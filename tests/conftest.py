@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from parallel2d.cli.main import _main
+from tests.ranks import ROOT
 
 
 @pytest.fixture
@@ -32,3 +33,26 @@ def ask(monkeypatch, capsys):
         return ended.value.code, *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture
+def ask_plan(monkeypatch, capsys):
+    """`parallel2d plan …` in this process: its stdout; a UserError is raised."""
+
+    def call(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["parallel2d", "plan", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            _main()
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture
+def published_runs() -> Path:
+    """The CSV of published runs; skips where it is not."""
+    path = ROOT.parent / "shared" / "planner" / "published_runs.csv"
+    if not path.exists():
+        pytest.skip(f"no {path}: the published runs are not part of the repository")
+    return path

@@ -33,9 +33,12 @@ _context = multiprocessing.get_context("forkserver")
 _ROOMS = (
     "hf.weights",
     "checkpoint.store",
+    "cli.checkpoint",
     "cli.main",
+    "cli.verify",
     "data",
     "flags",
+    "forecast",
     "generate",
     "launch",
     "metrics",

@@ -24,7 +24,7 @@ from tests.training import Case, Run, assert_same, curves
 SYNCS = [Case(sync=sync) for sync in ("every", "last", "replicas_last")]
 POLICIES = [
     FsdpPolicy("always"),
-    FsdpPolicy("never", forward_prefetch=1),
+    FsdpPolicy("auto", forward_prefetch=1),
     FsdpPolicy(forward_prefetch=2, backward_prefetch=2),
 ]
 
@@ -69,7 +69,8 @@ def held(model: Llama) -> list[str]:
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        ("auto", ["1/4", "1/4", "whole", "whole"]),
+        ("auto", ["whole"] * 4),
+        ("but_last", ["1/4", "1/4", "whole", "whole"]),
         ("always", ["1/4"] * 4),
         ("never", ["whole"] * 4),
         (2, ["1/2", "1/2", "whole", "whole"]),
@@ -108,9 +109,10 @@ def gathers_before(policy: FsdpPolicy) -> tuple[list[int], list[int]]:
     ("policy", "expected"),
     [
         # The root's gather comes first; the last block is not gathered again in backward.
-        (FsdpPolicy(), ([2, 3, 4, 5, 6], [1, 2, 3, 4, 4])),
-        (FsdpPolicy(forward_prefetch=1), ([3, 4, 5, 6, 6], [1, 2, 3, 4, 4])),
-        (FsdpPolicy(forward_prefetch=3), ([5, 6, 6, 6, 6], [1, 2, 3, 4, 4])),
+        (FsdpPolicy(), ([2, 3, 4, 5, 6], [0, 0, 0, 0, 0])),
+        (FsdpPolicy("but_last"), ([2, 3, 4, 5, 6], [1, 2, 3, 4, 4])),
+        (FsdpPolicy("but_last", forward_prefetch=1), ([3, 4, 5, 6, 6], [1, 2, 3, 4, 4])),
+        (FsdpPolicy("but_last", forward_prefetch=3), ([5, 6, 6, 6, 6], [1, 2, 3, 4, 4])),
         (FsdpPolicy(backward_prefetch=1), ([2, 3, 4, 5, 6], [1, 2, 3, 4, 4])),
         (FsdpPolicy(backward_prefetch=2), ([2, 3, 4, 5, 6], [2, 3, 4, 4, 4])),
         (FsdpPolicy("always", backward_prefetch=3), ([2, 3, 4, 5, 6], [5, 6, 6, 6, 6])),
@@ -238,11 +240,11 @@ def test_the_loss_computes_in_float32_whatever_it_is_given():
             FsdpPolicy(3),
             4,
             1,
-            "3 is no group within dp_shard 4: use auto, always, never, 2",
+            "3 is no group within dp_shard 4: use auto, but_last, always, never, 2",
         ),
         (FsdpPolicy(4), 4, 1, "reshard_after_forward 4 is no group within dp_shard 4"),
         (FsdpPolicy(1), 4, 1, "reshard_after_forward 1 is no group within dp_shard 4"),
-        (FsdpPolicy(2), 4, 2, "with tp 2 use auto, always or never"),
+        (FsdpPolicy(2), 4, 2, "with tp 2 use auto, but_last, always or never"),
         (FsdpPolicy("alwys"), 4, 2, "reshard_after_forward 'alwys' is unknown"),
         (FsdpPolicy(offload=True), 4, 2, "offload true: on a CPU"),
         (FsdpPolicy(forward_prefetch=-1), 4, 2, "forward_prefetch -1 is below 0"),

@@ -1,6 +1,8 @@
 """Imports point one way: errors → mesh, collectives, … → middle rooms → what composes them → recipes."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ from tests.ranks import ROOT
 
 LAYERS = [
     {"errors"},
-    {"seeds", "shards", "mesh", "collectives", "local_weights", "ties", "styles"},
+    {"mesh_shape"},
+    {"traffic", "seeds", "shards", "mesh", "collectives", "local_weights", "ties", "styles"},
     {
         "config",
         "run_folder",
@@ -24,8 +27,8 @@ LAYERS = [
         "optim",
     },
     {"flags", "step", "generate", "parallelize", "checkpoint", "metrics", "ledger", "summary"},
-    {"hf"},
-    {"verify"},
+    {"hf", "planner"},
+    {"verify", "forecast"},
     {"cli"},
 ]
 # Within a layer: who may use whom, with the reason.
@@ -99,3 +102,17 @@ def test_files_and_functions_keep_their_size():
             if isinstance(node, ast.FunctionDef):
                 body = node.end_lineno - node.body[0].lineno + 1
                 assert body <= 45, f"{path}: {node.name} has {body} lines"
+
+
+def test_public_names_are_what_they_say_whatever_was_imported_before():
+    script = (
+        "import parallel2d.freeze, parallel2d.parallelize as module, parallel2d\n"
+        "from parallel2d import *\n"
+        "from parallel2d import __all__ as names\n"
+        "assert all(callable(globals()[name]) for name in names), names\n"
+        "assert callable(parallel2d.freeze) and parallel2d.freeze is freeze\n"
+        "try: parallel2d.nothing\n"
+        "except AttributeError as error: print(error)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert "has no attribute 'nothing'" in run.stdout

@@ -1,6 +1,6 @@
 """What a step sends is what the formula says: counts and bytes, per axis and kind."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from parallel2d.loss import VocabShard
 from parallel2d.optim import build_optimizer
 from parallel2d.step import train_step
 from tests.ranks import run_ranks, run_recipe
+from tests.training import BUT_LAST
 
 MESHES = [MeshShape(), MeshShape(1, 2, 1), MeshShape(1, 1, 2), MeshShape(1, 3, 2), MeshShape(2, 2, 2)]
 
@@ -23,7 +24,7 @@ class Case:
     checkpoint: str = "none"
     tied: bool = False
     sync: str = "every"
-    policy: FsdpPolicy = field(default_factory=FsdpPolicy)
+    policy: FsdpPolicy = BUT_LAST
     reduce: torch.dtype = torch.float32
     output: torch.dtype | None = None
     frozen: tuple[str, ...] = ()
@@ -61,7 +62,7 @@ def one(mesh, device, case: Case) -> tuple[Ledger, Ledger]:
     vocab = VocabShard.of(61, mesh["tp"])
     batch = (torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64))
     step = Step(2, 8, 36, case.accumulation, precision.compute, precision.reduce, case.checkpoint)
-    kind = {"reshard_after_forward": case.policy.reshard_after_forward, "gradient_sync": case.sync}
+    kind = {"resharding": case.policy.resharding, "gradient_sync": case.sync}
     step = replace(step, **kind, output=case.output)
     with Observer(mesh) as observer:
         train_step(model, [batch] * case.accumulation, optimizer, vocab, mesh, 1.0, case.sync)
@@ -116,10 +117,10 @@ def test_accumulation_checkpointing_and_ties(case):
     "shape", [MeshShape(1, 3, 2), pytest.param(MeshShape(2, 2, 2), marks=pytest.mark.slow)], ids=str
 )
 def test_each_reshard_policy(shape):
-    policies = [FsdpPolicy(choice) for choice in ("auto", "always", "never")]
+    policies = [FsdpPolicy(choice) for choice in ("auto", "but_last", "always", "never")]
     seen = check(shape, *(Case(layers=5, accumulation=2, policy=policy) for policy in policies))
     # Per micro-batch six in forward; in backward four (not the last block, not the root), six, none.
-    assert [ledger["dp_shard", "all_gather"].count for ledger in seen] == [20, 24, 12]
+    assert [ledger["dp_shard", "all_gather"].count for ledger in seen] == [12, 20, 24, 12]
 
 
 @pytest.mark.parametrize("shape", [MeshShape(1, 4, 1), MeshShape(2, 4, 1)], ids=str)
@@ -129,7 +130,7 @@ def test_resharding_to_a_part_of_the_shards(shape):
 
 
 def test_prefetch_moves_gathers_and_adds_none():
-    deep = FsdpPolicy(forward_prefetch=3, backward_prefetch=2)
+    deep = FsdpPolicy("but_last", forward_prefetch=3, backward_prefetch=2)
     plain, ahead = check(MeshShape(1, 2, 1), Case(layers=5), Case(layers=5, policy=deep))
     assert plain == ahead
 

@@ -20,6 +20,7 @@ def test_the_wheel_imports_on_its_own(tmp_path):
     source = {p.relative_to(ROOT / "parallel2d") for p in (ROOT / "parallel2d").rglob("*.py")}
     models = {p.relative_to(ROOT) for p in (ROOT / "models").glob("*.py")}
     assert packaged == source | models
+    assert (tmp_path / "site" / "parallel2d" / "planner" / "hardware.yaml").is_file()
     script = (
         "import sys; sys.path.insert(0, 'site'); import parallel2d, parallel2d.models.llama as m;"
         "print(parallel2d.__file__, m.__file__)"

@@ -104,9 +104,7 @@ def _configured(arguments: argparse.Namespace, rest: list[str]) -> tuple[Trial, 
     flags += [f"--{name}={value}" for name, value in given.items() if value is not None]
     config = load_config(LlamaRun, Path(first), PRESETS, [*rest, *flags])
     shape = _mesh(
-        config.dp,
-        config.tp,
-        config.dp_replicate,
+        *config.sizes,
         lambda s: (
             config.problems(s.dp, s.tp)
             + config.model.problems(s.tp)

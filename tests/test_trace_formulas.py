@@ -1,0 +1,56 @@
+"""The planner's formulas against a traced step of the real code: collectives, FLOPs, peak of memory."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from parallel2d.models.llama import Llama, LlamaConfig
+
+from parallel2d import FsdpPolicy, MeshShape, Precision
+from parallel2d.planner.model import ModelShape
+from parallel2d.planner.predict import predict
+from parallel2d.planner.setup import ON_CPU, Setup
+from parallel2d.planner.trace import Workload, trace_step
+
+BF16 = Precision(torch.float32, torch.bfloat16, torch.float32)
+# Vocabularies that tp does not divide: one whose logits are the peak of memory, in several chunks of the
+# loss, and one that leaves the peak to the blocks.
+LLAMA = LlamaConfig(4099, 128, 3, 8, 2, 0, 352)
+QWEN = replace(LLAMA, qkv_bias=True, o_bias=True, ffn_bias=True, qk_norm=True)
+MODELS = {
+    "llama": LLAMA,
+    "llama-narrow-head": replace(LLAMA, vocab_size=509),
+    "qwen": QWEN,
+    "qwen-tied-narrow-head": replace(QWEN, vocab_size=509, tie_embeddings=True),
+}
+MESHES = {"4×2": MeshShape(1, 4, 2), "2×4": MeshShape(1, 2, 4), "HSDP": MeshShape(2, 2, 2)}
+MODES = {
+    "none": ("none", "but_last", 1),
+    "selective": ("selective", "never", 1),
+    "full": ("full", "always", 2),
+}
+QUICK = {("llama", "4×2", "selective")}
+CASES = [
+    pytest.param(
+        MODELS[model],
+        MESHES[mesh],
+        *MODES[mode],
+        id=f"{model}-{mesh}-{mode}",
+        marks=() if (model, mesh, mode) in QUICK else pytest.mark.slow,
+    )
+    for model, mesh, mode in product(MODELS, MESHES, MODES)
+]
+
+
+@pytest.mark.parametrize("config, shape, checkpoint, reshard, accumulation", CASES)
+def test_the_formulas_are_what_a_trace_counts(config, shape, checkpoint, reshard, accumulation):
+    with torch.device("meta"):
+        model = Llama(config)
+    work = Workload(4, 64, config.vocab_size, accumulation, BF16, FsdpPolicy(reshard), checkpoint)
+    traced = trace_step((model, model.tp_plan(), list(model.blocks)), shape, work)
+    setup = Setup(4, 64, accumulation, checkpoint, reshard)
+    ours = predict(ModelShape.of(config), shape, setup, None, ON_CPU)
+    assert dict(ours.ledger) == dict(traced.ledger)
+    assert ours.flops.total * accumulation == traced.flops
+    assert ours.memory.allocated == pytest.approx(traced.peak_bytes, rel=0.01)
