@@ -10,7 +10,7 @@ from parallel2d.models.llama import Llama, LlamaConfig
 from parallel2d import FsdpPolicy, MeshShape, Precision
 from parallel2d.planner.model import ModelShape
 from parallel2d.planner.predict import predict
-from parallel2d.planner.setup import ON_CPU, Setup
+from parallel2d.planner.setup import BFLOAT16, FLOAT32, ON_CPU, Formats, Setup
 from parallel2d.planner.trace import Workload, trace_step
 
 BF16 = Precision(torch.float32, torch.bfloat16, torch.float32)
@@ -41,6 +41,20 @@ CASES = [
     )
     for model, mesh, mode in product(MODELS, MESHES, MODES)
 ]
+
+
+@pytest.mark.parametrize("precision", [BF16, Precision()], ids=["bf16", "float32"])
+def test_where_tokens_are_few_weights_and_their_reduction_set_the_peak(precision):
+    config = LlamaConfig(61, 512, 3, 8, 8, 0, 1408)
+    with torch.device("meta"):
+        model = Llama(config)
+    work = Workload(1, 64, 61, 1, precision, FsdpPolicy("but_last"), "none")
+    traced = trace_step((model, model.tp_plan(), list(model.blocks)), MeshShape(1, 2, 2), work)
+    formats = Formats(FLOAT32, BFLOAT16 if precision is BF16 else FLOAT32, FLOAT32)
+    setup = Setup(1, 64, reshard="but_last", formats=formats)
+    ours = predict(ModelShape.of(config), MeshShape(1, 2, 2), setup, None, ON_CPU)
+    assert ours.memory.peak.name == "reduction of block 2 of 3"
+    assert ours.memory.allocated == pytest.approx(traced.peak_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("config, shape, checkpoint, reshard, accumulation", CASES)

@@ -52,7 +52,8 @@ def phases(
     """In the order of running. held: bytes of parameters, gradients and optimizer state."""
     terms = _Terms(shape, mesh, setup, program, *held)
     L = shape.num_layers
-    blocks = [terms.block_backward(n) for n in sorted({L, L - 1, 2, 1}, reverse=True) if 1 <= n <= L]
+    some = [n for n in sorted({L, L - 1, 2, 1}, reverse=True) if 1 <= n <= L]
+    blocks = [phase for n in some for phase in (terms.block_backward(n), terms.block_done(n))]
     root = (terms.root(), terms.root_reduced())
     again = [terms.root_again()] * (terms.resharding == "always")
     return (terms.first_forward(), terms.loss(), *again, terms.head(), *blocks, *root, terms.update())
@@ -126,6 +127,19 @@ class _Terms:
             lines.append(Line(GATHERED, r * self._block, "r·N_l/t: the block after it is reduced"))
         lines.append(self._waiting(L - number))
         return Phase(f"backward of block {number} of {L}", (*self._states(L - number), *lines))
+
+    def block_done(self, number: int) -> Phase:
+        """Its backward's end, when its gradients are all there and copied to be reduced."""
+        c, r, L = self._c, self.setup.formats.reduce.itemsize, self.shape.num_layers
+        per_layer, formula = self._kept()
+        lines = [
+            Line("activations", (number - 1) * per_layer, f"{number - 1} blocks × T·({formula})"),
+            self._gathered(min(number, 2), left=number),
+            Line(GATHERED, c * self._block, "c·N_l/t: its gradients"),
+            Line(GATHERED, r * self._block, "r·N_l/t: what is reduced of them"),
+            self._waiting(L - number),
+        ]
+        return Phase(f"reduction of block {number} of {L}", (*self._states(L - number), *lines))
 
     def root(self) -> Phase:
         """The reduction of the root's gradients, as it begins."""
