@@ -5,7 +5,7 @@ import json
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,14 @@ def ffn_width(width: int) -> int:
     return 256 * -(-int(8 * width / 3) // 256)
 
 
-def measure(arguments: argparse.Namespace, step: Callable[[int], float]) -> None:
+def measure(
+    arguments: argparse.Namespace, step: Callable[[int], float], outside: Sequence[float] = ()
+) -> None:
     """Run step(number) -> loss, and print one line of JSON: seconds are means over the measured steps, CPU
-    seconds of all ranks together, memory is each rank's peak resident set from start to end."""
+    seconds of all ranks together, memory is each rank's peak resident set from start to end.
+
+    outside: to which each step adds its seconds outside training (data, metrics, logging); rank 0's are told.
+    """
     losses = [step(number) for number in range(arguments.warm_up)]
     _barrier()
     began, cpu_began, seconds = time.perf_counter(), _cpu_s(), []
@@ -58,6 +63,7 @@ def measure(arguments: argparse.Namespace, step: Callable[[int], float]) -> None
         "tokens_per_s": tokens / step_s,
         "tokens_per_cpu_s": tokens / cpu_s,
         "max_rss_mib": max(rss_mib),
+        "outside_share": sum(outside[-arguments.steps :]) / sum(seconds),
         "first_loss": losses[0],
         "last_loss": losses[-1],
     }

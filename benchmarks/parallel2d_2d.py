@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -63,17 +64,23 @@ def train(sizes: argparse.Namespace, shape: MeshShape, device: torch.device, fol
     monitor = Monitor(folder, run, every=1, config_text="", rank=rank)
     launch.settle()
 
+    outside: list[float] = []
+
     def step(number: int) -> float:
+        began = time.perf_counter()
         monitor.begin_step()
         set_learning_rate(optimizer, LR)
         seed_step(0, number, data.rank)
         batches = data.train_step(number * sizes.global_batch)
+        before = time.perf_counter()
         stats = train_step(model, batches, optimizer, vocab, mesh, max_norm=1.0)
+        after = time.perf_counter()
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             monitor.end_step(number + 1, stats, LR, (number + 1) * sizes.global_batch * sizes.seq_len)
+        outside.append(before - began + time.perf_counter() - after)
         return stats.loss
 
-    measure(sizes, step)
+    measure(sizes, step, outside)
     monitor.close()
 
 
