@@ -102,6 +102,7 @@ def survive(out: Path, seed: int, phases: list[str], *flags: str) -> list[str]:
     return fell
 
 
+@pytest.mark.slow
 def test_two_kills(tmp_path, undisturbed, read_metrics):
     survive(tmp_path / "run", 0, ["within", "before"])
     assert_same_curve(tmp_path / "run", undisturbed, read_metrics)

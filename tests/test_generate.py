@@ -23,7 +23,7 @@ def text(shape: MeshShape, temperature: float) -> tuple[list[int], bool, bool]:
         return ids[0].tolist(), untouched, sharded
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_equals_one_process(temperature):
     expected, untouched, _ = run_ranks(1, text, MeshShape(), temperature)[0]
     assert untouched and len(expected) == 12 and expected[:3] == [3, 1, 4]

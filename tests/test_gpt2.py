@@ -77,7 +77,13 @@ def build(mesh: Any, config: GPT2Config, precision: Precision) -> GPT2:
 
 
 @pytest.mark.parametrize(
-    "shape", [MeshShape(tp=2), MeshShape(1, 2, 2), MeshShape(tp=4), MeshShape(2, 2, 2)], ids=str
+    "shape",
+    [
+        MeshShape(tp=2),
+        MeshShape(1, 2, 2),
+        *(pytest.param(m, marks=pytest.mark.slow) for m in (MeshShape(tp=4), MeshShape(2, 2, 2))),
+    ],
+    ids=str,
 )
 def test_float64_equals_plain_pytorch(shape):
     loss, norm, gradients = alone()

@@ -74,7 +74,14 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
 
 
-@pytest.mark.parametrize("shape", [MeshShape(), MeshShape(1, 2, 1), MeshShape(1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        MeshShape(1, 2, 1),
+        *(pytest.param(m, marks=pytest.mark.slow) for m in (MeshShape(), MeshShape(1, 2, 2))),
+    ],
+    ids=str,
+)
 def test_transformers_numbers_and_its_tensors_bit_by_bit(oracles, tmp_path, shape):
     # Nine heads are not for tp 2, so they alone go to 2×1.
     names = [n for n in NAMES if shape.world == 1 or (n == "llama_9heads") == (shape.tp == 1)]
@@ -137,6 +144,7 @@ def export(shape: MeshShape, out: Path) -> dict[str, Tensor]:
         return found
 
 
+@pytest.mark.slow
 def test_transformers_computes_the_same_from_what_a_mesh_exports(tmp_path):
     transformers = pytest.importorskip("transformers")
     logits = run_ranks(4, export, MeshShape(1, 2, 2), tmp_path)[0]

@@ -96,6 +96,7 @@ def test_torchrun_alone_and_python_start_their_own_workers(tmp_path, expected):
     assert len(losses(out)) == 3
 
 
+@pytest.mark.slow
 def test_where_a_fork_is_not_safe_torchrun_starts_the_command_again(tmp_path):
     (tmp_path / "script.py").write_text(
         "import os, sys\n"
@@ -129,6 +130,7 @@ def test_forked_workers_tell_a_failure_once_and_by_the_right_name(tmp_path, who)
     assert f"rank {2 if who != 'True' else 0} of 4 failed" in stderr
 
 
+@pytest.mark.slow
 def test_torchrun_with_workers_is_used_as_given(tmp_path, expected):
     command = [
         TORCHRUN,

@@ -23,6 +23,7 @@ def test_equals_one_process():
             assert norms == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_script_learns():
     outcome = run_recipe(4, recipe=MIXER)[0]
     losses = [float(line.split("share ")[1].split(",")[0]) for line in outcome.stdout.splitlines()]

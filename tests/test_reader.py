@@ -132,7 +132,7 @@ def save_and_load_odd(folder: str, seeds: range) -> list[tuple[str, Traffic, int
     return found
 
 
-@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 24), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 24), marks=pytest.mark.slow)], ids=str)
 def test_random_sizes_meshes_and_dtypes_bit_for_bit(tmp_path, seeds):
     for of_ranks in zip(*run_ranks(4, save_and_load_odd, str(tmp_path), seeds), strict=True):
         meshes, stored = of_ranks[0][0], of_ranks[0][2]

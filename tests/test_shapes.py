@@ -90,7 +90,7 @@ def reports(shape: MeshShape, names: list[str], steps: int, rows: int = 4) -> di
 
 @pytest.mark.parametrize(
     "shape",
-    [pytest.param(m, marks=pytest.mark.slow) if m.tp == 4 and m.dp == 2 else m for m in MESHES],
+    [pytest.param(m, marks=pytest.mark.slow) if m.world == 8 else m for m in MESHES],
     ids=str,
 )
 def test_every_shape_equals_one_process(shape):

@@ -43,7 +43,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("precision", [BF16, Precision()], ids=["bf16", "float32"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param(BF16, marks=pytest.mark.slow), Precision()], ids=["bf16", "float32"]
+)
 def test_where_tokens_are_few_weights_and_their_reduction_set_the_peak(precision):
     config = LlamaConfig(61, 512, 3, 8, 8, 0, 1408)
     with torch.device("meta"):

@@ -45,6 +45,7 @@ def folder(tmp_path) -> Path:
     return tmp_path / "folder"
 
 
+@pytest.mark.slow
 def test_a_folder_against_transformers_and_a_wrong_weight_against_it(folder):
     pytest.importorskip("transformers")
     theirs = ask_transformers(folder)
