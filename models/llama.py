@@ -23,8 +23,8 @@ from .rope import rotary_table, rotate
 class Positions:
     """What attention knows of positions: cos and sin of the rotary angles, and who sees whom.
 
-    cos, sin: from `rotary_table`. mask: (s, s), true where the row's position sees the column's; None:
-    all up to itself.
+    cos, sin: from `rotary_table`. mask: (s, s), added to scores: 0 where the row's position sees the
+    column's, else -inf; None: it sees all up to itself.
     """
 
     cos: Tensor
@@ -103,8 +103,8 @@ class Llama(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        at = positions(ids.shape[1], self.config, ids.device)
         x = self.embedding(ids)
+        at = positions(ids.shape[1], self.config, x)
         for block in self.blocks:
             x = block(x, at)
         return self.head(self.norm(x))
@@ -144,14 +144,17 @@ class Llama(nn.Module):
         return 6 * matmul_weights + 12 * c.num_layers * c.num_heads * c.key_width * seen
 
 
-def positions(seq_len: int, config: LlamaConfig, device: torch.device) -> Positions:
+def positions(seq_len: int, config: LlamaConfig, like: Tensor) -> Positions:
     """Rotary angles and mask of a sequence.
 
     Computed anew in each forward: a buffer would have to survive meta, dtype casts and checkpoints.
     """
+    device = like.device
     cos, sin = rotary_table(seq_len, config.key_width, config.rope_theta, config.rope_scaling, device)
     if not 0 < config.sliding_window < seq_len:
         return Positions(cos, sin, mask=None)
     index = torch.arange(seq_len, device=device)
     back = index.unsqueeze(1) - index
-    return Positions(cos, sin, (back >= 0) & (back < config.sliding_window))
+    unseen = (back < 0) | (back >= config.sliding_window)
+    # In attention's dtype: of a boolean mask each block would make, and keep, such a one for itself.
+    return Positions(cos, sin, torch.zeros_like(unseen, dtype=like.dtype).masked_fill_(unseen, -torch.inf))

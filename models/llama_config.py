@@ -82,7 +82,7 @@ class LlamaConfig:
     @property
     def key_width(self) -> int:
         """Size of one head, whether given or derived."""
-        return self.head_dim or self.width // self.num_heads
+        return self.head_dim or self.width // max(self.num_heads, 1)  # no head at all is told by `problems`
 
     def problems(self, tp: int) -> list[str]:
         """What this shape has against itself and against tp; empty if nothing."""

@@ -39,7 +39,9 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         exact = x.dtype in (torch.float32, torch.float64) and x.dtype == self.weight.dtype
-        if x.is_cpu and exact and not torch.compiler.is_compiling():
+        # What torch refuses, it shall refuse with its own words.
+        plain = x.shape[-1:] == self.weight.shape
+        if x.is_cpu and exact and plain and not torch.compiler.is_compiling():
             return _RMSNorm.apply(x, self.weight, self.eps)
         return super().forward(x)
 
@@ -61,7 +63,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, r = ctx.saved_tensors
         products = (grad * x).reshape(-1, x.shape[-1])
         of_weight = products.t().mv(r.reshape(-1))
-        slope = products.mv(weight).view_as(r).mul_(r.pow(3)).div_(-x.shape[-1])
+        slope = products.mv(weight).view_as(r).mul_(r).mul_(r).mul_(r).div_(-x.shape[-1])
         return torch.mul(grad, r).mul_(weight).addcmul_(x, slope), of_weight, None
 
 

@@ -70,3 +70,17 @@ def test_the_formulas_are_what_a_trace_counts(config, shape, checkpoint, reshard
     assert dict(ours.ledger) == dict(traced.ledger)
     assert ours.flops.total * accumulation == traced.flops
     assert ours.memory.allocated == pytest.approx(traced.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("checkpoint", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_all_blocks_share_the_mask_of_a_sliding_window(checkpoint):
+    config = LlamaConfig(61, 256, 3, 8, 8, 0, 704, sliding_window=64)
+    with torch.device("meta"):
+        model = Llama(config)
+    shape = MeshShape(1, 2, 2)
+    work = Workload(1, 512, 61, 1, BF16, FsdpPolicy("but_last"), checkpoint)
+    traced = trace_step((model, model.tp_plan(), list(model.blocks)), shape, work)
+    setup = Setup(1, 512, checkpoint=checkpoint, reshard="but_last")
+    ours = predict(ModelShape.of(config), shape, setup, None, ON_CPU)
+    assert ours.memory.allocated == pytest.approx(traced.peak_bytes, rel=0.01)
+    assert ours.memory.peak.by_part()["other"] == 6 * 512 * config.key_width + 2 * 512**2

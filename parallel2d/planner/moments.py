@@ -118,6 +118,7 @@ class _Terms:
         lines = [
             Line("activations", number * per_layer, f"{number} blocks × T·({formula})"),
             *self._working(),
+            self._tables(),
             self._gathered(min(number, 2), left=number),
             Line(GATHERED, c * d * self._columns, "c·d·v/t: gradient of the head"),
             Line(GATHERED, c * d * self.shape.ffn_width // self.mesh.tp, "c·d·f/t: gradient of one matrix"),
@@ -134,6 +135,7 @@ class _Terms:
         per_layer, formula = self._kept()
         lines = [
             Line("activations", (number - 1) * per_layer, f"{number - 1} blocks × T·({formula})"),
+            self._tables(),
             self._gathered(min(number, 2), left=number),
             Line(GATHERED, c * self._block, "c·N_l/t: its gradients"),
             Line(GATHERED, r * self._block, "r·N_l/t: what is reduced of them"),
@@ -224,13 +226,17 @@ class _Terms:
 
     def _kept_at_the_head(self) -> list[Line]:
         per_layer, formula = self._kept()
-        T, L, d, s = self.setup.tokens, self.shape.num_layers, self.shape.width, self.setup.seq_len
-        mask = s * s if 0 < self.shape.sliding_window < s else 0
+        T, L, d = self.setup.tokens, self.shape.num_layers, self.shape.width
         return [
             Line("activations", L * per_layer, f"{L} blocks × T·({formula})"),
             Line("activations", T * (self._normed() + self._c * d), "T·(n·d/t + c·d): of norm and head"),
-            Line("other", 6 * s * self.shape.head_dim + mask, "6·s·h: rotary tables; s² with a window"),
+            self._tables(),
         ]
+
+    def _tables(self) -> Line:
+        s = self.setup.seq_len
+        mask = self._c * s * s if 0 < self.shape.sliding_window < s else 0
+        return Line("other", 6 * s * self.shape.head_dim + mask, "6·s·h: rotary tables; with a window c·s²")
 
     def _normed(self) -> int:
         """Bytes per token that a norm of the residual stream keeps: its share, and a number per token."""
@@ -275,8 +281,7 @@ class _Terms:
         q, k, gates, sums = self._shares
         kept = 2 * self._normed() + sums
         if self.shape.qk_norm:
-            # Each head of queries and keys by itself. Their order in memory becomes attention's result's,
-            # which is copied into that of the product after it.
+            # By heads, whose order in memory becomes attention's result's: copied for the product after it.
             kept += self._n * (q + k) + 4 * (q + k) // self.shape.head_dim + self._c * q
         return kept + self._c * (2 * self.shape.width + 2 * q + 2 * k + 2 * gates)
 
