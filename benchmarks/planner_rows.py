@@ -71,7 +71,7 @@ def ran_out_of_memory(row: Row) -> bool:
 
 def _is_readable(row: Row) -> bool:
     try:
-        return all(number(row, column) >= 0 for column in ("params_b", *SIZES, *MEASURED))
+        return all(0 <= number(row, column) < 1e15 for column in ("params_b", *SIZES, *MEASURED))
     except ValueError:
         return False
 

@@ -14,7 +14,7 @@ from parallel2d.mesh_shape import MeshShape
 from parallel2d.planner.calibrate import fit
 from parallel2d.planner.hardware import Cluster, Gpu, Reached
 from parallel2d.planner.memory import FRAGMENTATION, MARGIN
-from parallel2d.planner.predict import SPEED_INTERVAL, SPEED_INTERVAL_OF_A_GUESS
+from parallel2d.planner.predict import speed_interval
 
 # What fitted constants start from: round numbers, set before anything was fitted.
 _START = {"a100": Reached(0.6, 0.5, 0.55, 0.45, 0.8)}
@@ -45,10 +45,6 @@ def mape(errors: Iterable[float | None]) -> float | None:
 def share(met: Iterable[bool]) -> float | None:
     found = list(met)
     return statistics.mean(found) if found else None
-
-
-def interval_of(case: Case) -> float:
-    return SPEED_INTERVAL if case.cluster.gpu.fitted_on else SPEED_INTERVAL_OF_A_GUESS
 
 
 def fitted(cases: Sequence[Case], start: Cluster) -> Cluster:
@@ -140,7 +136,9 @@ def report(rows: Sequence[Row]) -> dict[str, Any]:
         "throughput_mape_leave_one_out": mape(e for errors in within for e in errors),
         "memory_within_interval": share(abs(e) <= MARGIN for e in known(c.memory_error() for c in cases)),
         "throughput_within_interval": share(
-            abs(e) <= interval_of(c) for c in cases if (e := c.throughput_error()) is not None
+            abs(e) <= speed_interval(c.cluster, c.mesh)
+            for c in cases
+            if (e := c.throughput_error()) is not None
         ),
         "fit_wrong": sum(case.verdict_is_wrong() for case in cases),
         "orders": orders(rows),

@@ -8,6 +8,7 @@ import torch
 
 from parallel2d import launch
 from parallel2d.config import RunConfig
+from parallel2d.errors import UserError
 from parallel2d.mesh_shape import MeshShape
 from parallel2d.metrics import memory_gib
 from parallel2d.planner.hardware import GIB, Cluster, find_gpu, load_gpus
@@ -29,13 +30,23 @@ def with_planned_mesh(
     """
     if "auto" not in (config.dp, config.tp):
         return config
+    given = {"dp": config.dp, "tp": config.tp, "dp_replicate": config.dp_replicate}
+    if small := [f"{name} {size}" for name, size in given.items() if isinstance(size, int) and size < 1]:
+        raise UserError(f"{', '.join(small)}: beside auto a size is a positive number")
     dp, tp = (size if isinstance(size, int) else -1 for size in (config.dp, config.tp))
     world = launch.planned_world(dp, max(tp, 1), config.dp_replicate, config.device)
-    allowed = [m for m in meshes(world, dp, tp, config.dp_replicate) if not problems(config, m)]
+    possible = meshes(world, dp, tp, config.dp_replicate)
+    if not possible:
+        raise UserError(
+            f"dp {config.dp}, tp {config.tp}, dp_replicate {config.dp_replicate}: {world} processes have "
+            f"no such mesh: start more of them, or give dp and tp as numbers"
+        )
+    allowed = [m for m in possible if not problems(config, m)]
     # Where no mesh is allowed, `choose_mesh` says why the plainest is not.
-    best = best_mesh(config, shape, allowed, *here(config)) if allowed else MeshShape(1, world, 1)
+    best = best_mesh(config, shape, allowed, *here(config)) if allowed else possible[0]
     sizes = f"dp {best.dp}, tp {best.tp}, dp_replicate {best.dp_replicate}"
-    launch.say(f"plan      {sizes}: the best of {len(allowed)} meshes that work")
+    if allowed:
+        launch.say(f"plan      {sizes}: the best of {len(allowed)} meshes that work")
     return dataclasses.replace(config, dp=best.dp, tp=best.tp, dp_replicate=best.dp_replicate)
 
 
@@ -57,14 +68,23 @@ def best_mesh(
     device_type: str,
     cluster: Cluster | None,
 ) -> MeshShape:
-    """What fits before what does not, the faster first."""
+    """What fits before what is borderline, the faster first; a UserError where by prediction nothing fits."""
 
-    def merit(mesh: MeshShape) -> tuple[int, float]:
-        found = forecast(config, shape, mesh, device_type, cluster)
+    def merit(found: Prediction) -> tuple[int, float]:
+        if found.verdict == "no":
+            return 0, -found.memory.reserved
         rate = found.speed.tokens_per_s_per_gpu if found.speed else 0.0
-        return ("no", "borderline", "fit").index(found.verdict or "fit"), rate
+        return 1 + (found.verdict != "borderline"), rate
 
-    return max(allowed, key=merit)
+    best = max((forecast(config, shape, mesh, device_type, cluster) for mesh in allowed), key=merit)
+    if best.verdict == "no" and cluster:
+        raise UserError(
+            f"no mesh of these {best.mesh.world} GPUs fits: {best.mesh} needs the least, "
+            f"{best.memory.reserved / GIB:.1f} GiB of {cluster.gpu.memory_gib:g} by prediction: use a "
+            f"data.micro_batch below {best.setup.micro_batch}, activation_checkpoint full or more GPUs "
+            f"(dp and tp given as numbers are not held against the prediction)"
+        )
+    return best.mesh
 
 
 def here(config: RunConfig) -> tuple[str, Cluster | None]:
@@ -127,6 +147,8 @@ def before(config: RunConfig, prediction: Prediction) -> str:
     line = f"forecast  {needed.allocated / GIB:.3g} GiB of tensors on rank 0 at its peak ({told})"
     if prediction.speed is None:
         return line
+    fits = {"fit": "which fits", "borderline": "which may or may not fit", "no": "which does not fit"}
+    line += f", {needed.reserved / GIB:.3g} reserved, {fits[prediction.verdict or 'fit']}"
     rate, interval = prediction.speed.tokens_per_s_per_gpu * prediction.mesh.world, prediction.speed.interval
     return f"{line}; {rate * (1 - interval):,.0f} to {rate * (1 + interval):,.0f} tokens/s"
 
@@ -145,6 +167,8 @@ def _out_of_reach(config: RunConfig) -> str | None:
     reasons: list[tuple[Any, str]] = [
         (config.freeze, "frozen weights"),
         (config.fsdp.offload, "offload"),
+        (config.fsdp.forward_prefetch or config.fsdp.backward_prefetch, "explicit prefetch"),
+        (config.precision.output, "precision.output"),
         (config.fsdp.gradient_sync != "every", f"gradient_sync {config.fsdp.gradient_sync}"),
     ]
     return next((reason for holds, reason in reasons if holds), None)

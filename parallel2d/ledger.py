@@ -120,12 +120,14 @@ def _backward_reach(model: nn.Module, units: Sequence[nn.Module]) -> Reach:
 
 def table(expected: Ledger, observed: Ledger) -> str:
     """Both, side by side, one line per axis and kind."""
-    lines = [f"{'axis':14}{'collective':16}{'count':>7}{'bytes':>15}{'observed':>10}{'bytes':>15}"]
+    sizes = [f"{traffic.bytes:,}" for traffic in (*expected.values(), *observed.values())]
+    width = max(15, *(len(size) + 2 for size in sizes))
+    lines = [f"{'axis':14}{'collective':16}{'count':>7}{'bytes':>{width}}{'observed':>10}{'bytes':>{width}}"]
     for key in sorted(expected.keys() | observed.keys()):
         ours, theirs = expected.get(key, Traffic()), observed.get(key, Traffic())
         mark = "" if ours == theirs else "   differs"
         axis, kind = key
         lines.append(
-            f"{axis:14}{kind:16}{ours.count:7}{ours.bytes:15,}{theirs.count:10}{theirs.bytes:15,}{mark}"
+            f"{axis:14}{kind:16}{ours.count:7}{ours.bytes:{width},}{theirs.count:10}{theirs.bytes:{width},}{mark}"
         )
     return "\n".join(lines)

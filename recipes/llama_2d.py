@@ -103,18 +103,19 @@ def train(
     held = lock(Path(config.out)) if dist.get_rank() == 0 else None
     launch.require_agreement(data=corpus.fingerprint(), checkpoints=resume.steps if resume else None)
     mesh = build_mesh(shape, device.type)
+    predicted = forecast.forecast(config, ModelShape.of(config.model), shape, *forecast.here(config))
+    # Before anything large is allocated.
+    launch.say(forecast.before(config, predicted))
     materialise(config, model, mesh, device)
     optim = config.optim
     optimizer = build_optimizer(model, optim.lr, (optim.beta1, optim.beta2), optim.weight_decay)
     resumed = resume and load_newest(resume, model, optimizer, checkpoints(config))
     start = Progress.of(resumed, corpus)
     micro_batch = config.data.micro_batch_of(shape.dp)
-    predicted = forecast.forecast(config, ModelShape.of(config.model), shape, *forecast.here(config))
     monitor = open_monitor(config, model, shape, device, start)
     if dist.get_rank() == 0:
         dtypes = config.precision.dtypes(device.type)
         monitor.say(summary(model, shape, device, dtypes, corpus, config.data.global_batch, micro_batch))
-        monitor.say(forecast.before(config, predicted))
         monitor.say(described_start(resumed, corpus))
     data = RankData(corpus, config.data.global_batch, micro_batch, dp_rank(mesh), shape.dp, device)
     launch.settle()

@@ -56,11 +56,20 @@ def test_the_best_mesh_fits_first_and_is_fast_then():
     found = forecast.forecast(long, BIG, kept, "cuda", h100)
     assert (found.verdict, found.memory.reserved < h100.gpu.memory_gib * GIB) == ("fit", True)
     assert "tokens/s" in forecast.before(long, found)
+    # Sixteen long sequences at once fit on no mesh.
+    with pytest.raises(
+        UserError, match=r"no mesh of these 8 GPUs fits: 8×1 needs the least, \d+\.\d GiB of 79.1"
+    ):
+        forecast.best_mesh(
+            replace(long, data=DataConfig(seq_len=65_536, global_batch=128)), BIG, every, "cuda", h100
+        )
     # Without a known GPU no speed is known: the least tp.
     assert forecast.best_mesh(long, BIG, every, "cpu", None) == MeshShape(1, 8, 1)
 
 
 def test_numbers_stay_and_auto_is_for_a_run():
+    with pytest.raises(UserError, match=r"dp auto, tp auto, dp_replicate 2: 2 processes have no such mesh"):
+        forecast.with_planned_mesh(replace(AUTO, dp_replicate=2), BIG, lambda c, m: [])
     assert forecast.with_planned_mesh(Run(4, 2), BIG, lambda c, m: ["no"]) == Run(4, 2)
     with pytest.raises(UserError, match="auto is for a run"):
         _ = AUTO.sizes

@@ -3,7 +3,8 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
+from itertools import pairwise
 
 import pytest
 import yaml
@@ -11,6 +12,8 @@ from parallel2d.models.hf import to_hf
 from parallel2d.models.llama_config import PRESETS, LlamaConfig
 
 from parallel2d import UserError
+from parallel2d.cli.plan_model import KEYS
+from parallel2d.config import DataConfig, FsdpConfig, PrecisionConfig, RunConfig
 from parallel2d.mesh_shape import MeshShape
 from parallel2d.planner.calibrate import Measured, fit, predicted
 from parallel2d.planner.hardware import Cluster, find_gpu, load_gpus
@@ -19,7 +22,7 @@ from parallel2d.planner.model import ModelShape
 from parallel2d.planner.predict import predict
 from parallel2d.planner.search import Request, plan, smallest_world
 from parallel2d.planner.setup import Setup
-from tests.ranks import run_recipe
+from tests.ranks import ROOT, run_recipe
 
 GPUS = load_gpus()
 SMALL = ("--model", "llama3-8b", "--gpus", "8", "--gpu", "h100")
@@ -51,7 +54,8 @@ def test_a_plan_takes_less_than_two_seconds_of_cpu_and_no_torch(model, gpus):
 def test_best_first_what_fits_before_what_is_borderline_and_each_mesh_once():
     found = plan(request(gpus=16))
     rates = {v: [p.speed.tokens_per_s_per_gpu for p in found.predictions if p.verdict == v] for v in VERDICTS}
-    assert all(r == sorted(r, reverse=True) for r in rates.values())
+    # But for what is as fast within a hundredth.
+    assert all(a > 0.99 * b for r in rates.values() for a, b in pairwise(r))
     verdicts = [p.verdict for p in found.predictions]
     assert verdicts == sorted(verdicts, reverse=True)  # fit, then borderline
     meshes = [str(p.mesh) for p in found.predictions]
@@ -101,7 +105,7 @@ def test_what_does_not_fit_says_how_many_gpus_would_do():
         (("--gpu", "h10"), "gpu 'h10' is not known: nearest names: .*h100"),
         (("--model", "lama3-8b"), "model 'lama3-8b' is not known: nearest names: llama3-8b"),
         (("--model", "none.yaml"), "none.yaml cannot be read"),
-        (("--gpus", "0"), "gpus 0 is not a positive number"),
+        (("--gpus", "0"), "gpus 0 is not a number from 1 to 1,048,576"),
         (
             ("--gpus", "12", "--global_batch", "7"),
             r"divisible by no dp that 12 GPUs allow \(12, 6, 3\): .* 9",
@@ -111,13 +115,17 @@ def test_what_does_not_fit_says_how_many_gpus_would_do():
         (("--network-gbps", "0"), "--network-gbps 0.0 is not a positive number"),
         (("--gpus-per-node", "0"), "--gpus-per-node 0 is not a positive number"),
         (("--seq_len", "9", "--explain", "4x2"), "seq_len 9 is not divisible by tp 2"),
-        (("--seq_len", "0"), "seq_len 0 is not a positive number"),
-        (("--global_batch", "0"), "global_batch 0 is not a positive number"),
+        (("--seq_len", "0"), "seq_len 0 is not a number from 1 to 1,099,511,627,776"),
+        (("--global_batch", "0"), "global_batch 0 is not a number from 1 to 1,099,511,627,776"),
         (("--explain", "8x1x1"), "replicas of whole weights, not FSDP"),
         (("--explain", ""), "mesh '' is not DPxTP"),
         (("--top", "0"), "--top 0 is not a positive number"),
         (("--tp", "2"), "unknown: --tp 2"),
         (("--hardware", "none.yaml"), "--hardware 'none.yaml' is not a file"),
+        (("--gpus", str(10**20)), "gpus 1(0){20} is not a number from 1 to 1,048,576"),
+        (("--explain", "²x4"), "mesh ²x4 is not DPxTP|mesh '²x4' is not DPxTP"),
+        (("--plot", str(ROOT / "README.md")), r"--plot .*README.md exists: use another name"),
+        (("--calibrate", "none.jsonl", "--emit", "x"), "use it without --model, --emit"),
     ],
 )
 def test_bad_input_is_told(ask_plan, arguments, error):
@@ -135,9 +143,42 @@ def test_a_recipe_and_a_config_json_describe_the_same_model(ask_plan, tmp_path):
     theirs = json.loads(ask_plan("--model", hf, *SMALL[2:], *batch, "--json"))
     assert (ours["seq_len"], ours["global_batch"], ours["meshes"]) == (64, 24, theirs["meshes"])
     recipe.write_text("model: {widht: 3, num_layers: two}")
+    recipe.write_text("data: {seqlen: 3}\nfsdp: {reshard: auto}\nstep: 3")
+    with pytest.raises(UserError, match=r"data.seqlen is not known: nearest known keys: seq_len") as told:
+        ask_plan("--model", recipe, *SMALL[2:])
+    assert "fsdp.reshard is not known" in str(told.value) and "step is not known" in str(told.value)
+    recipe.write_text("model: {widht: 3, num_layers: two}")
     with pytest.raises(UserError, match=r"model.widht is not known: nearest known keys: width") as told:
         ask_plan("--model", recipe, *SMALL[2:])
     assert "model.num_layers 'two' is not of type int" in str(told.value)
+
+
+def test_the_known_keys_are_those_of_a_run():
+    def names(section: type) -> list[str]:
+        return [f.name for f in fields(section)]
+
+    sections = {"data": DataConfig, "precision": PrecisionConfig, "fsdp": FsdpConfig}
+    assert {section: names(kind) for section, kind in sections.items()} | {
+        "": [*names(RunConfig), "model"]
+    } == KEYS
+
+
+def test_a_recipes_micro_batch_holds(ask_plan, tmp_path):
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("data: {global_batch: 24, micro_batch: 3}")
+    meshes = json.loads(ask_plan("--model", recipe, *SMALL[2:], "--json"))["meshes"]
+    assert {m["micro_batch"] for m in meshes} == {3}
+    assert all(24 // (m["dp_replicate"] * m["dp_shard"]) % 3 == 0 for m in meshes)
+    recipe.write_text("data: {global_batch: 8, micro_batch: 3}")
+    with pytest.raises(UserError, match="micro_batch 3 does not divide the 1 sequences of a rank"):
+        ask_plan("--model", recipe, *SMALL[2:])
+
+
+def test_of_meshes_as_fast_the_one_that_needs_least_comes_first():
+    found = plan(request(global_batch=64)).predictions
+    for faster, slower in pairwise(p for p in found if p.verdict == "fit"):
+        ratio = faster.speed.tokens_per_s_per_gpu / slower.speed.tokens_per_s_per_gpu
+        assert ratio > 1.005 or (ratio > 0.99 and faster.memory.reserved <= slower.memory.reserved)
 
 
 def test_the_recipe_accepts_what_is_emitted(ask_plan, tmp_path):
@@ -243,6 +284,62 @@ def measured(constants: Cluster, **changes) -> Measured:
     return replace(run, tokens_per_s=predicted(run, constants))
 
 
+@pytest.mark.parametrize(
+    "entry, error",
+    [
+        ("{like: h100, flops: 989e12}", r"flops '989e12' is not a number above 0 \(.*write 989.0e\+12\)"),
+        ("{like: h100, reached: {arithmetic: 60}}", "reached.arithmetic 60 is a fraction"),
+        ("{like: h100, reached: 0.5}", "reached must be a mapping of arithmetic"),
+        ("{like: h100, names: H1000}", "names 'H1000' is not a list of names"),
+        ("{like: h100, bandwidth: .inf}", "bandwidth inf is not a number"),
+        ("{like: [h100]}", "is no other entry"),
+        ("{like: own}", r"like 'own' is no other entry \(these are: (?!.*own)"),
+    ],
+)
+def test_mistakes_in_an_entry_are_told(tmp_path, entry, error):
+    (tmp_path / "own.yaml").write_text(f"own: {entry}")
+    with pytest.raises(UserError, match=error):
+        load_gpus(tmp_path / "own.yaml")
+
+
+def test_pieces_of_a_name_are_text(tmp_path):
+    (tmp_path / "own.yaml").write_text("own: {like: H100, names: ['X.* (1']}")
+    gpus = load_gpus(tmp_path / "own.yaml")
+    assert find_gpu("X.* (1", gpus) == gpus["own"] and find_gpu("XYZ 1", gpus) is None
+
+
+def test_a_recipe_that_asks_for_gathers_in_backward_gets_them(ask_plan, tmp_path):
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("fsdp: {backward_prefetch: 2}")
+    found = json.loads(ask_plan("--model", recipe, *SMALL[2:], "--explain", "8x1", "--json"))
+    assert found["reshard_after_forward"] == "but_last"
+    recipe.write_text("fsdp: {backward_prefetch: 2, reshard_after_forward: never}")
+    with pytest.raises(UserError, match="backward gathers nothing"):
+        ask_plan("--model", recipe, *SMALL[2:])
+
+
+@pytest.mark.parametrize(
+    "changes, line, error",
+    [
+        ({"tp": 0}, {"tokens_per_s": 1.0}, "tp 0 is not a positive number"),
+        ({"data": {"seq_len": "x", "global_batch": 16}}, {"tokens_per_s": 1.0}, "data.seq_len 'x'"),
+        (
+            {"activation_checkpoint": "some"},
+            {"tokens_per_s": 1.0},
+            "activation_checkpoint 'some' is not one of",
+        ),
+        ({}, {"tokens_per_s": -5.0}, "tokens_per_s -5.0 is no rate"),
+        ({}, {"tokens_per_s": None}, "tokens_per_s None is no rate"),
+    ],
+    ids=str,
+)
+def test_a_run_that_cannot_be_calibrated_from(ask_plan, tmp_path, changes, line, error):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(changes))
+    (tmp_path / "metrics.jsonl").write_text("3\n" + 3 * (json.dumps(line) + "\n"))
+    with pytest.raises(UserError, match=error):
+        ask_plan("--gpus", "8", "--gpu", "h100", "--calibrate", tmp_path / "metrics.jsonl")
+
+
 def test_calibration_meets_the_runs_it_is_given():
     truth = Cluster.of(
         replace(GPUS["h100"], reached=replace(GPUS["h100"].reached, arithmetic=0.4, attention=0.3))
@@ -267,7 +364,17 @@ def test_calibration_reads_a_run_folder(ask_plan, tmp_path):
     assert gpus["my-h100"].fitted_on == str(file) and gpus["my-h100"].flops == GPUS["h100"].flops
     assert " 5062 " in said  # the median of the second and third, of 8 GPUs
     run = json.loads(ask_plan(*SMALL, "--gpu", "my-h100", "--hardware", own, "--json", "--explain", "4x2"))
-    assert run["tokens_per_s_interval"] < 0.2
+    assert run["tokens_per_s_interval"] == 0.25
+    with pytest.raises(UserError, match=r"its run had 8 processes, not --gpus 4"):
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | {"dp": 4}))
+        ask_plan("--gpus", "4", "--gpu", "h100", "--calibrate", file)
+    with pytest.raises(
+        UserError, match=r"metrics.jsonl: measured \d+ tokens/s per GPU, fitted \d+, which is no fit"
+    ):
+        small = config | {"model": {"preset": "debug"}, "data": {"seq_len": 128, "global_batch": 16}}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(small))
+        ask_plan("--gpus", "8", "--gpu", "h100", "--calibrate", file)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     file.write_text(json.dumps(lines[0]) + "\n")
     with pytest.raises(UserError, match="no two logged steps"):
         ask_plan("--gpus", "8", "--gpu", "h100", "--calibrate", file)

@@ -15,7 +15,16 @@ from parallel2d.planner.hardware import Cluster, load_gpus, require_gpu
 from parallel2d.planner.model import ModelShape
 from parallel2d.planner.predict import Prediction
 from parallel2d.planner.report import as_json, as_text, explained, prediction_as_json
-from parallel2d.planner.search import CHECKPOINTS, RESHARDS, Plan, Request, best_setup, plan, problems_of
+from parallel2d.planner.search import (
+    CHECKPOINTS,
+    MOST_GPUS,
+    RESHARDS,
+    Plan,
+    Request,
+    best_setup,
+    plan,
+    problems_of,
+)
 from parallel2d.planner.setup import Setup
 
 
@@ -69,6 +78,17 @@ def _plan(arguments: argparse.Namespace, rest: list[str]) -> bool:
     if rest:
         raise UserError(f"unknown: {' '.join(rest)} (see parallel2d plan --help)")
     if arguments.calibrate:
+        beside = {
+            "--model": "model",
+            "--emit": "emit",
+            "--plot": "plot",
+            "--explain": "explain",
+            "--trace": "trace",
+        }
+        if given := [flag for flag, name in beside.items() if getattr(arguments, name)]:
+            raise UserError(
+                f"--calibrate prints an entry and plans nothing: use it without {', '.join(given)}"
+            )
         from parallel2d.cli.plan_calibrate import calibrated
 
         print(calibrated(arguments.calibrate, _cluster(arguments), arguments.gpus), end="")
@@ -106,7 +126,11 @@ def _refuse_what_does_not_go_together(arguments: argparse.Namespace) -> None:
             given.plot and (given.trace or given.explain)
         ),
         f"--top {given.top} is not a positive number": given.top < 1,
-        f"--emit {given.emit} exists: use another name, or remove it": given.emit and given.emit.exists(),
+        **{
+            f"{flag} {file} exists: use another name, or remove it": True
+            for flag, file in (("--emit", given.emit), ("--plot", given.plot))
+            if file and file.exists()
+        },
     }
     if wrong := [why for why, holds in found.items() if holds]:
         raise UserError("\n".join(wrong))
@@ -133,9 +157,11 @@ def _request(arguments: argparse.Namespace, model: PlannedModel) -> Request:
     seq_len = data.get("seq_len", 8192) if arguments.seq_len is None else arguments.seq_len
     batch = data.get("global_batch", arguments.gpus)
     global_batch = batch if arguments.global_batch is None else arguments.global_batch
-    for name, value in (("gpus", arguments.gpus), ("seq_len", seq_len), ("global_batch", global_batch)):
-        if not isinstance(value, int) or value < 1:
-            raise UserError(f"{name} {value!r} is not a positive number")
+    sizes = {"gpus": arguments.gpus, "seq_len": seq_len, "global_batch": global_batch}
+    for name, value in (sizes | {"micro_batch": data.get("micro_batch") or 1}).items():
+        most = MOST_GPUS if name == "gpus" else 2**40
+        if type(value) is not int or not 1 <= value <= most:
+            raise UserError(f"{name} {value!r} is not a number from 1 to {most:,}")
     checkpoint = arguments.activation_checkpoint or recipe.get("activation_checkpoint")
     if checkpoint not in (None, *CHECKPOINTS):
         raise UserError(f"activation_checkpoint {checkpoint!r} is not one of {', '.join(CHECKPOINTS)}")
@@ -144,11 +170,20 @@ def _request(arguments: argparse.Namespace, model: PlannedModel) -> Request:
         raise UserError(
             f"fsdp.reshard_after_forward {reshard!r} is none of {', '.join(RESHARDS)} or a size of 2 or more"
         )
+    if recipe.get("fsdp", {}).get("backward_prefetch"):
+        # Asks for gathers in backward (`FsdpPolicy.resharding`).
+        if reshard == "never":
+            raise UserError(
+                "fsdp.backward_prefetch with reshard_after_forward never: backward gathers nothing"
+            )
+        reshard = "but_last" if reshard in (None, "auto") else reshard
     compiles = recipe.get("compile", False) if arguments.compile is None else arguments.compile == "true"
     if not isinstance(compiles, bool):
         raise UserError(f"compile {compiles!r} is neither true nor false")
     choices: dict[str, Any] = {"checkpoints": (checkpoint,)} if checkpoint else {}
     choices |= {"reshards": (reshard,)} if reshard is not None else {}
+    # 0 is the recipe's word for all sequences of a rank at once, and its default: no choice.
+    choices |= {"micro_batch": data["micro_batch"]} if data.get("micro_batch") else {}
     return Request(
         ModelShape.of(model.config),
         model.name,
@@ -169,6 +204,9 @@ def _note_what_is_not_modelled(model: PlannedModel) -> None:
         "freeze": model.recipe.get("freeze"),
         "fsdp.offload": fsdp.get("offload"),
         "fsdp.gradient_sync": fsdp.get("gradient_sync", "every") != "every",
+        "fsdp.forward_prefetch": fsdp.get("forward_prefetch"),
+        "fsdp.backward_prefetch": fsdp.get("backward_prefetch"),
+        "precision.output": model.recipe.get("precision", {}).get("output"),
     }
     for key in (key for key, holds in found.items() if holds):
         print(f"note: {key} of {model.name} is not modelled: planned without it", file=sys.stderr)
@@ -176,7 +214,9 @@ def _note_what_is_not_modelled(model: PlannedModel) -> None:
 
 def _mesh_of(text: str, request: Request) -> MeshShape:
     """DPxTP or RxSxTP, of as many GPUs as there are, and one that the model and the batch can have."""
-    sizes = [int(size) if size.isdigit() else 0 for size in text.replace("×", "x").split("x")]
+    sizes = [
+        int(size) if size.isascii() and size.isdigit() else 0 for size in text.replace("×", "x").split("x")
+    ]
     if len(sizes) not in (2, 3) or not all(sizes):
         raise UserError(f"mesh {text!r} is not DPxTP (32x8), nor RxSxTP with R replicas (2x16x8)")
     mesh = MeshShape(*([1, *sizes] if len(sizes) == 2 else sizes))

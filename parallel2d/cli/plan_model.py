@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,40 @@ from parallel2d.planner.setup import Formats, NumberFormat
 
 # What recipes/llama_2d.yaml sets where a recipe's own file does not.
 _SEQ_LEN, _GLOBAL_BATCH = 128, 16
+# The keys of a recipe (`RunConfig`, whose module needs torch; a test compares them).
+KEYS = {
+    "": [
+        "dp",
+        "tp",
+        "dp_replicate",
+        "seed",
+        "steps",
+        "out",
+        "device",
+        "activation_checkpoint",
+        "compile",
+        "freeze",
+        "timeout_s",
+        "ledger",
+        "data",
+        "optim",
+        "precision",
+        "fsdp",
+        "checkpoint",
+        "log",
+        "model",
+    ],
+    "data": ["path", "seq_len", "global_batch", "micro_batch", "val_fraction"],
+    "precision": ["param", "compute", "reduce", "output", "cast_inputs"],
+    "fsdp": [
+        "reshard_after_forward",
+        "offload",
+        "forward_prefetch",
+        "backward_prefetch",
+        "forward_methods",
+        "gradient_sync",
+    ],
+}
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
 
@@ -63,7 +97,7 @@ def _of_hugging_face(path: Path) -> PlannedModel:
     try:
         read = json.loads(_text(path))
         config = config_from_hf(read if isinstance(read, dict) else {})
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # JSONDecodeError, or a number of thousands of digits
         raise UserError(f"{path} is not JSON: {error}") from None
     except CannotCarry as error:
         raise UserError(f"{path}: {error}") from None
@@ -85,9 +119,10 @@ def _of_recipe(path: Path) -> PlannedModel:
         raise UserError(
             f"{path} is not a recipe: {', '.join(sections)} must be sections with keys of their own"
         )
+    _require_known_keys(recipe, path)
     given = dict(recipe.get("model", {}))
     preset = given.pop("preset", "debug")
-    if preset not in PRESETS:
+    if not isinstance(preset, str) or preset not in PRESETS:
         raise UserError(f"{path}: model.preset {preset!r} is not one of {', '.join(PRESETS)}")
     if isinstance(given.get("rope_scaling"), dict):
         given["rope_scaling"] = _replace(RopeScaling(), given["rope_scaling"], f"{path}: model.rope_scaling")
@@ -96,14 +131,29 @@ def _of_recipe(path: Path) -> PlannedModel:
     return PlannedModel(path.stem, _sound(config, path), {**recipe, "data": data})
 
 
+def _require_known_keys(recipe: dict[str, Any], path: Path) -> None:
+    found = [
+        _unknown(f"{path}: {section}{'.' * bool(section)}{key}", key, known)
+        for section, known in KEYS.items()
+        for key in (recipe.get(section, {}) if section else recipe)
+        if key not in known
+    ]
+    if found:
+        raise UserError("\n".join(found))
+
+
+def _unknown(name: str, key: object, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(key), known, n=3) or list(known)
+    return f"{name} is not known: nearest known keys: {', '.join(near)}"
+
+
 def _replace(config: Any, values: Mapping[str, Any], where: str) -> Any:
     """dataclasses.replace, strict on names and types."""
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     found = []
     for key, value in values.items():
         if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=3) or list(fields)
-            found.append(f"{where}.{key} is not known: nearest known keys: {', '.join(near)}")
+            found.append(_unknown(f"{where}.{key}", key, fields))
         elif not _is_like(value, fields[key]):
             found.append(f"{where}.{key} {value!r} is not of type {type(fields[key]).__name__}")
     if found:

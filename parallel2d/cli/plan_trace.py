@@ -14,7 +14,7 @@ from parallel2d.models.llama import Llama
 from parallel2d.planner.hardware import GIB
 from parallel2d.planner.predict import Prediction, predict
 from parallel2d.planner.report import as_collectives, described, prediction_as_json
-from parallel2d.planner.setup import ON_CPU, Setup
+from parallel2d.planner.setup import ON_CPU, OURS, Setup
 from parallel2d.planner.trace import Model, Traced, Workload, trace_depth
 
 
@@ -24,6 +24,7 @@ class Beside:
 
     formula: Prediction
     traced: Traced
+    on_gpu: Prediction
 
     @property
     def flops(self) -> int:
@@ -45,7 +46,8 @@ def trace_beside(model: PlannedModel, chosen: Prediction) -> Beside:
 
     work = _workload(setup, model.config.vocab_size)
     traced = trace_depth(build, model.config.num_layers, chosen.mesh, work)
-    return Beside(predict(chosen.shape, chosen.mesh, setup, None, ON_CPU), traced)
+    formula, on_gpu = (predict(chosen.shape, chosen.mesh, setup, None, where) for where in (ON_CPU, OURS))
+    return Beside(formula, traced, on_gpu)
 
 
 def _workload(setup: Setup, vocab_size: int) -> Workload:
@@ -76,6 +78,8 @@ def as_text(beside: Beside) -> str:
             _row("floating-point operations of a rank", f"{beside.flops:,}", f"{traced.flops:,}"),
             *_memory_rows(formula, traced),
             "",
+            "A trace runs a CPU's kernels, which keep more of a norm; so do the formulas beside it:",
+            f"on a GPU they say {_gib(beside.on_gpu.memory.allocated)} GiB allocated.",
             f"traced in {traced.cpu_seconds:.1f} CPU seconds",
         ]
     )

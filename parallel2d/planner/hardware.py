@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -25,6 +25,9 @@ class Reached:
     network: float
     float8: float
     bandwidth: float
+
+
+_PARTS = tuple(f.name for f in dataclasses.fields(Reached))
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def require_gpu(name: str, gpus: Mapping[str, Gpu]) -> Gpu:
 def _contains(name: str, alias: str) -> bool:
     """All pieces of the alias, none of them inside a longer word or number: B200 is not in GB200."""
     return all(
-        re.search(rf"(?<![a-z0-9]){piece}(?![a-z0-9])", re.sub(r"(\d)gb", r"\1 gb", name.lower()))
+        re.search(rf"(?<![a-z0-9]){re.escape(piece)}(?![a-z0-9])", re.sub(r"(\d)gb", r"\1 gb", name.lower()))
         for piece in alias.lower().split()
     )
 
@@ -117,12 +120,19 @@ def _with_bases(name: str, entries: Mapping[str, Any], seen: tuple[str, ...] = (
     """The entry over the one that it is like; what that was fitted on it was not fitted on itself."""
     entry = dict(entries[name])
     base = entry.pop("like", None)
+    if not isinstance(entry.get("reached", {}), dict):
+        raise UserError(f"gpu {name}: reached must be a mapping of {', '.join(_PARTS)}")
     if base is None:
         return entry
-    if base not in entries or base in (*seen, name):
-        raise UserError(f"gpu {name}: like {base!r} is no other entry (these are: {', '.join(entries)})")
+    base, others = str(base).lower(), [other for other in entries if other not in (*seen, name)]
+    if base not in others:
+        raise UserError(f"gpu {name}: like {base!r} is no other entry (these are: {', '.join(others)})")
     under = _with_bases(base, entries, (*seen, name)) | {"fitted_on": ""}
     return {**under, **entry, "reached": {**under.get("reached", {}), **entry.get("reached", {})}}
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e30
 
 
 def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
@@ -130,23 +140,29 @@ def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
     known = {f.name for f in dataclasses.fields(Gpu)} - {"name"}
     numbers = known - {"names", "fitted_on", "reached"}
     reached = entry.get("reached", {})
-    parts = {f.name for f in dataclasses.fields(Reached)}
     found = [f"{key} is not known (these are: {', '.join(sorted(known))})" for key in entry.keys() - known]
     found += [f"{key} is missing" for key in sorted(numbers - entry.keys())]
-    found += [f"reached.{key} is missing or unknown" for key in sorted(parts ^ set(reached))]
+    found += [f"reached.{key} is missing or unknown" for key in sorted(set(_PARTS) ^ set(reached))]
     values = {**{key: entry.get(key) for key in numbers}, **{f"reached.{k}": v for k, v in reached.items()}}
     found += [
-        f"{key} {value!r} is not a number above 0"
+        f"{key} {value!r} is not a number above 0 (YAML reads 989e12 as text: write 989.0e+12)"
         for key, value in values.items()
         if key in entry | {f"reached.{k}": 0 for k in reached}
-        and not (isinstance(value, int | float) and (value > 0 or key == "flops_float8"))
+        and not (_is_number(value) and (value > 0 or (key == "flops_float8" and value == 0)))
     ]
+    # More than the peak is no fraction of it; a fit may end a little above.
+    found += [
+        f"reached.{k} {v} is a fraction, at most 1.5" for k, v in reached.items() if _is_number(v) and v > 1.5
+    ]
+    names = entry.get("names", [])
+    if not (isinstance(names, list) and all(isinstance(n, str) and n.strip() for n in names)):
+        found.append(f"names {names!r} is not a list of names")
     if found:
         raise UserError("\n".join(f"gpu {name}: {line}" for line in found))
     return Gpu(
         name,
         **{key: float(entry[key]) for key in numbers},
         reached=Reached(**{key: float(value) for key, value in reached.items()}),
-        names=tuple(entry.get("names", ())),
+        names=tuple(names),
         fitted_on=str(entry.get("fitted_on", "")),
     )

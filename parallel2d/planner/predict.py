@@ -13,6 +13,7 @@ from parallel2d.traffic import Ledger, expected_traffic
 # Half the width of what is printed beside a predicted speed, as a part of it: for a cluster whose constants
 # were fitted on runs, and for one whose constants are a guess. docs/planner.md says how often they hold.
 SPEED_INTERVAL = 0.15
+SPEED_INTERVAL_OVER_TP = 0.25
 SPEED_INTERVAL_OF_A_GUESS = 0.30
 
 
@@ -50,6 +51,13 @@ class Prediction:
         return step_flops(self.shape, s.micro_batch, s.seq_len, self.mesh.tp, s.checkpoint, compile=s.compile)
 
 
+def speed_interval(cluster: Cluster, mesh: MeshShape) -> float:
+    """Half its width: runs with tp are no part of what constants are fitted to, and are met less well."""
+    if not cluster.gpu.fitted_on:
+        return SPEED_INTERVAL_OF_A_GUESS
+    return SPEED_INTERVAL if mesh.tp == 1 else SPEED_INTERVAL_OVER_TP
+
+
 def predict(
     shape: ModelShape, mesh: MeshShape, setup: Setup, cluster: Cluster | None, program: Program = OURS
 ) -> Prediction:
@@ -59,6 +67,5 @@ def predict(
         return Prediction(shape, mesh, setup, needed, None, None)
     taken = seconds(shape, mesh, setup, cluster, program)
     rate = tokens_per_s_per_gpu(mesh, setup, taken.step)
-    interval = SPEED_INTERVAL if cluster.gpu.fitted_on else SPEED_INTERVAL_OF_A_GUESS
-    speed = Speed(taken, rate, mfu(shape, setup, rate, cluster.gpu.flops), interval)
+    speed = Speed(taken, rate, mfu(shape, setup, rate, cluster.gpu.flops), speed_interval(cluster, mesh))
     return Prediction(shape, mesh, setup, needed, speed, needed.verdict(cluster.gpu.memory_bytes))

@@ -8,7 +8,12 @@ from parallel2d.planner.hardware import GIB
 from parallel2d.planner.memory import FRAGMENTATION, MARGIN
 from parallel2d.planner.model import flops_per_token
 from parallel2d.planner.moments import PARTS
-from parallel2d.planner.predict import Prediction
+from parallel2d.planner.predict import (
+    SPEED_INTERVAL,
+    SPEED_INTERVAL_OF_A_GUESS,
+    SPEED_INTERVAL_OVER_TP,
+    Prediction,
+)
 from parallel2d.planner.search import Plan
 from parallel2d.traffic import Ledger
 
@@ -42,9 +47,10 @@ def as_text(plan: Plan, top: int = 10, reasons: int = 12) -> str:
 
 
 def _fitted(plan: Plan) -> str:
-    interval, gpu = plan.predictions[0].speed, plan.request.cluster.gpu
-    told = f"constants of {gpu.fitted_on}" if gpu.fitted_on else "constants are a guess: --calibrate"
-    return f"± {interval.interval:.0%} ({told})" if interval else "unknown"
+    gpu = plan.request.cluster.gpu
+    if not gpu.fitted_on:
+        return f"± {SPEED_INTERVAL_OF_A_GUESS:.0%} (constants are a guess: --calibrate)"
+    return f"± {SPEED_INTERVAL:.0%}, over tp ± {SPEED_INTERVAL_OVER_TP:.0%} (constants of {gpu.fitted_on})"
 
 
 _SPEED_HEAD = (

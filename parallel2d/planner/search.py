@@ -1,6 +1,7 @@
 """All meshes of so many GPUs, the best way to run on each, and why the others are left out."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from parallel2d.planner.setup import Setup
 
 CHECKPOINTS = ("none", "selective", "full")
 RESHARDS = ("auto", "but_last", "always", "never")
-_MOST_GPUS = 2**20
+MOST_GPUS = 2**20
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Request:
         setup: number formats and compilation; batch, checkpointing and FSDP's policy are chosen here.
         checkpoints: which of them are tried.
         reshards: likewise.
+        micro_batch: sequences per forward; None: what suits.
     """
 
     shape: ModelShape
@@ -44,6 +46,7 @@ class Request:
     setup: Setup
     checkpoints: tuple[str, ...] = CHECKPOINTS
     reshards: tuple[str | int, ...] = ("auto", "never")
+    micro_batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def plan(request: Request) -> Plan:
         left_out[f"tp {', '.join(str(tp) for tp in why if why[tp] == reason)}"] = reason
     if not found:
         raise UserError(_nothing_fits(request, left_out))
-    order = sorted(found, key=lambda p: (p.verdict != "fit", -_rate(p), p.memory.reserved))
+    order = sorted(found, key=lambda p: (p.verdict != "fit", *(-merit for merit in _merit(p))))
     return Plan(request, tuple(order), left_out)
 
 
@@ -82,6 +85,9 @@ def problems_of(request: Request, mesh: MeshShape) -> list[str]:
     found = request.problems(mesh.tp) + _problems_of_length(request, mesh.tp)
     if request.global_batch % mesh.dp:
         found.append(f"global_batch {request.global_batch} is not divisible by dp {mesh.dp}")
+    elif request.micro_batch and request.global_batch // mesh.dp % request.micro_batch:
+        per_rank = request.global_batch // mesh.dp
+        found.append(f"micro_batch {request.micro_batch} does not divide the {per_rank} sequences of a rank")
     if mesh.dp_shard == 1 and mesh.dp_replicate > 1:
         found.append(f"dp_replicate {mesh.dp_replicate} of dp {mesh.dp}: replicas of whole weights, not FSDP")
     for size in request.reshards:
@@ -100,8 +106,7 @@ def best_setup(request: Request, mesh: MeshShape) -> Prediction:
     for verdict in ("fit", "borderline"):
         fits = [p for p in tried if p.verdict == verdict]
         if fits:
-            # Of equals the one that needs the least memory.
-            return max(fits, key=lambda p: (round(_rate(p), 3), -p.memory.reserved))
+            return max(fits, key=_merit)
     return min(tried, key=lambda p: p.memory.reserved)
 
 
@@ -123,7 +128,7 @@ def _setups(request: Request, mesh: MeshShape) -> Iterator[Setup]:
     per_rank = request.global_batch // mesh.dp
     for checkpoint in request.checkpoints:
         for reshard in request.reshards:
-            for micro_batch in divisors(per_rank):
+            for micro_batch in [request.micro_batch] if request.micro_batch else divisors(per_rank):
                 setup = dataclasses.replace(
                     request.setup,
                     micro_batch=micro_batch,
@@ -153,8 +158,10 @@ def _too_large(request: Request, best: Prediction) -> str:
     )
 
 
-def _rate(prediction: Prediction) -> float:
-    return prediction.speed.tokens_per_s_per_gpu if prediction.speed else 0.0
+def _merit(prediction: Prediction) -> tuple[int, int]:
+    """Speed, in steps of a hundredth, far less than it is known to; of equals what needs the least memory."""
+    rate = prediction.speed.tokens_per_s_per_gpu if prediction.speed else 1.0
+    return round(100 * math.log(rate)), -prediction.memory.reserved
 
 
 def _nothing_fits(request: Request, left_out: dict[str, str]) -> str:
@@ -163,16 +170,20 @@ def _nothing_fits(request: Request, left_out: dict[str, str]) -> str:
     lines = [f"{mesh}: {why}" for mesh, why in left_out.items()]
     if any("GiB per rank" in why for why in left_out.values()):
         enough = smallest_world(request)
-        remedy = f"{enough} of them would do" if enough else f"nor on {_MOST_GPUS}: use a shorter seq_len"
+        remedy = f"{enough} of them would do" if enough else f"nor on {MOST_GPUS}: use a shorter seq_len"
         first = f"{name} fits on no mesh of {gpus} {gpu.name} ({gpu.memory_gib:g} GiB each): {remedy}"
-        return "\n".join([first, *lines[:12]])
+        return "\n".join([first, *_some(lines)])
     allowed = [tp for tp in divisors(gpus) if not _why_not_tp(request, tp)]
     dps = [gpus // tp for tp in allowed]
     if dps and all(request.global_batch % dp for dp in dps):
         near = -(-request.global_batch // dps[-1]) * dps[-1]
         first = f"global_batch {request.global_batch} is divisible by no dp that {gpus} GPUs allow "
         return f"{first}({', '.join(map(str, dps))}): use --global_batch {near}"
-    return "\n".join([f"{name} runs on no mesh of {gpus} GPUs", *lines[:12]])
+    return "\n".join([f"{name} runs on no mesh of {gpus} GPUs", *_some(lines)])
+
+
+def _some(lines: list[str]) -> list[str]:
+    return lines if len(lines) <= 12 else [*lines[:12], f"… and {len(lines) - 12} more"]
 
 
 def smallest_world(request: Request) -> int | None:
@@ -184,7 +195,7 @@ def smallest_world(request: Request) -> int | None:
     low, high = 0, 1
     while not _fits(request, high * node):
         low, high = high, 2 * high
-        if high * node > _MOST_GPUS:
+        if high * node > MOST_GPUS:
             return None
     while high - low > 1:
         middle = (low + high) // 2
