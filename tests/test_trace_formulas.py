@@ -72,6 +72,17 @@ def test_the_formulas_are_what_a_trace_counts(config, shape, checkpoint, reshard
     assert ours.memory.allocated == pytest.approx(traced.peak_bytes, rel=0.01)
 
 
+def test_the_gradients_of_a_tied_table_are_added_up():
+    config = LlamaConfig(8192, 256, 2, 8, 8, 0, 704, tie_embeddings=True)
+    with torch.device("meta"):
+        model = Llama(config)
+    work = Workload(2, 64, 8192, 1, BF16, FsdpPolicy("but_last"), "none")
+    traced = trace_step((model, model.tp_plan(), list(model.blocks)), MeshShape(1, 2, 2), work)
+    ours = predict(ModelShape.of(config), MeshShape(1, 2, 2), Setup(2, 64, reshard="but_last"), None, ON_CPU)
+    assert ours.memory.peak.name == "reduction of the root"
+    assert ours.memory.allocated == pytest.approx(traced.peak_bytes, rel=0.01)
+
+
 @pytest.mark.parametrize("checkpoint", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_all_blocks_share_the_mask_of_a_sliding_window(checkpoint):
     config = LlamaConfig(61, 256, 3, 8, 8, 0, 704, sliding_window=64)

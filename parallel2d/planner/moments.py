@@ -54,9 +54,9 @@ def phases(
     L = shape.num_layers
     some = [n for n in sorted({L, L - 1, 2, 1}, reverse=True) if 1 <= n <= L]
     blocks = [phase for n in some for phase in (terms.block_backward(n), terms.block_done(n))]
-    root = (terms.root(), terms.root_reduced())
     again = [terms.root_again()] * (terms.resharding == "always")
-    return (terms.first_forward(), terms.loss(), *again, terms.head(), *blocks, *root, terms.update())
+    last = (terms.root(), terms.root_reduced(), terms.update())
+    return (terms.first_forward(), terms.loss(), *again, terms.head(), *blocks, *last)
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ class _Terms:
 
     def first_forward(self) -> Phase:
         """What is gathered is copied out of the buffer that it arrived in."""
-        c = self._c
-        arrived = Line(GATHERED, 2 * c * (self._block + self._root), "2c·(N_0 + N_l)/t: arriving, and copied")
+        arrived = Line(GATHERED, 2 * self._c * (self._block + self._root), "2c·(N_0 + N_l)/t: and copied")
         return Phase("forward of the first block", (*self._states(0), arrived))
 
     def loss(self) -> Phase:
@@ -137,20 +136,21 @@ class _Terms:
             Line("activations", (number - 1) * per_layer, f"{number - 1} blocks × T·({formula})"),
             self._tables(),
             self._gathered(min(number, 2), left=number),
-            Line(GATHERED, c * self._block, "c·N_l/t: its gradients"),
-            Line(GATHERED, r * self._block, "r·N_l/t: what is reduced of them"),
+            Line(GATHERED, (c + r) * self._block, "(c + r)·N_l/t: its gradients, copied to be reduced"),
             self._waiting(L - number),
         ]
         return Phase(f"reduction of block {number} of {L}", (*self._states(L - number), *lines))
 
     def root(self) -> Phase:
         """The reduction of the root's gradients, as it begins."""
-        c, r = self._c, self.setup.formats.reduce.itemsize
+        c, r, d = self._c, self.setup.formats.reduce.itemsize, self.shape.width
         lines = [
-            Line(GATHERED, c * self._root, "c·N_0/t: the root's gradients"),
-            Line(GATHERED, r * self._root, "r·N_0/t: what is reduced of them"),
+            Line(GATHERED, (c + r) * self._root, "(c + r)·N_0/t: the root's gradients, copied to be reduced"),
             self._waiting(self.shape.num_layers),
         ]
+        if self.shape.tie_embeddings:
+            size = c * (self._root + 3 * d * self._columns) + r * self._block
+            lines[0] = Line(GATHERED, size, "c·(N_0 + 3d·v)/t + r·N_l/t: tied gradients, being added")
         return Phase("reduction of the root", (*self._states(self.shape.num_layers), *lines))
 
     def root_reduced(self) -> Phase:
