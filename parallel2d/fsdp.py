@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel2d.collectives import is_gloo, reduce_scatter
-from parallel2d.traffic import Weight, resharding
+from parallel2d.traffic import Weight, gathered_bytes, resharding
 
 Reshard = Literal["auto", "but_last", "always", "never"] | int
 GradientSync = Literal["every", "last", "replicas_last"]
@@ -158,8 +158,8 @@ def apply_fsdp(
         "offload_policy": CPUOffloadPolicy() if policy.offload else OffloadPolicy(),
     }
     blocks = weights_of(model, units)[:-1]
-    elements = sum(weight.padded(1, mesh["tp"].size()) for block in blocks for weight in block)
-    choice = resharding(policy.resharding, elements * precision.compute.itemsize)
+    whole = gathered_bytes(blocks, mesh["tp"].size(), precision.compute.itemsize)
+    choice = resharding(policy.resharding, whole)
     shards = [
         fully_shard(unit, mp_policy=of_unit, reshard_after_forward=reshards, **rest)
         for unit, reshards in zip(units, _reshards(choice, len(units)), strict=True)

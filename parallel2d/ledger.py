@@ -121,7 +121,7 @@ def _backward_reach(model: nn.Module, units: Sequence[nn.Module]) -> Reach:
 def table(expected: Ledger, observed: Ledger) -> str:
     """Both, side by side, one line per axis and kind."""
     sizes = [f"{traffic.bytes:,}" for traffic in (*expected.values(), *observed.values())]
-    width = max(15, *(len(size) + 2 for size in sizes))
+    width = max([15, *(len(size) + 2 for size in sizes)])  # one process sends nothing
     lines = [f"{'axis':14}{'collective':16}{'count':>7}{'bytes':>{width}}{'observed':>10}{'bytes':>{width}}"]
     for key in sorted(expected.keys() | observed.keys()):
         ours, theirs = expected.get(key, Traffic()), observed.get(key, Traffic())

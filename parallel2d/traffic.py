@@ -131,6 +131,11 @@ def resharding(choice: str | int, gathered_bytes: int) -> str | int:
     return "never" if gathered_bytes <= WHOLE_BYTES else "but_last"
 
 
+def gathered_bytes(blocks: Groups, tp: int, itemsize: int) -> int:
+    """Of all weights, whole over dp_shard: the largest tp rank's share, the same number on every rank."""
+    return itemsize * sum(weight.padded(1, tp) for block in blocks for weight in block)
+
+
 def expected_traffic(
     groups: Groups, mesh: MeshShape, step: Step, reach: Reach, *, tp_index: int = 0
 ) -> Ledger:
@@ -172,8 +177,7 @@ def _gathers(groups: Groups, mesh: MeshShape, step: Step, reach: Reach, tp_index
     size, layers = step.compute.itemsize * step.accumulation, len(groups) - 1
     sizes = [sum(w.padded(mesh.dp_shard, mesh.tp, tp_index) for w in group) * size for group in groups]
     freed = {"never": slice(0, 0), "always": slice(-reach.blocks - 1, None)}
-    elements = sum(w.padded(1, mesh.tp) for group in groups[:-1] for w in group)
-    choice = resharding(step.resharding, elements * step.compute.itemsize)
+    choice = resharding(step.resharding, gathered_bytes(groups[:-1], mesh.tp, step.compute.itemsize))
     again = sizes[freed.get(str(choice), slice(layers - reach.blocks, -2))]
     forward = Traffic(len(sizes) * step.accumulation, sum(sizes))
     backward = Traffic(len(again) * step.accumulation, sum(again))

@@ -7,7 +7,7 @@ import torch
 from parallel2d.models.llama import Llama, LlamaConfig
 
 from parallel2d import FsdpPolicy, MeshShape, Precision, build_mesh, freeze, init_weights, launch, parallelize
-from parallel2d.ledger import Ledger, Observer, Step, Traffic, expected_step
+from parallel2d.ledger import Ledger, Observer, Step, Traffic, expected_step, table
 from parallel2d.loss import VocabShard
 from parallel2d.optim import build_optimizer
 from parallel2d.step import train_step
@@ -190,3 +190,9 @@ def test_the_recipe_prints_the_table_once(tmp_path):
     assert outcome.exitcode == 0, outcome.stderr
     assert outcome.stdout.count("axis          collective") == 1
     assert "tp            reduce_scatter" in outcome.stdout and "differs" not in outcome.stdout
+
+
+def test_the_table_of_one_process_is_empty_and_a_long_number_moves_its_columns():
+    assert table({}, {}).splitlines() == [table({}, {})]
+    long = {("tp", "all_gather"): Traffic(483, 517_545_656_320_000)}
+    assert " 517,545,656,320,000 " in table(long, long)

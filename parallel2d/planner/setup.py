@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from parallel2d.planner.model import ModelShape
-from parallel2d.traffic import Reach, Step, resharding
+from parallel2d.traffic import Reach, Step, gathered_bytes, resharding
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Setup:
 
     def resharding(self, shape: ModelShape, tp: int) -> str | int:
         """What `reshard` stands for."""
-        elements = shape.num_layers * sum(w.padded(1, tp) for w in shape.block(tp))
-        return resharding(self.reshard, elements * self.formats.compute.itemsize)
+        of_block = gathered_bytes([shape.block(tp)], tp, self.formats.compute.itemsize)
+        return resharding(self.reshard, shape.num_layers * of_block)
 
     def step(self, shape: ModelShape) -> Step:
         """As the ledger's formula takes it."""
