@@ -11,13 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.tensor import DTensor, Partial
 
 from parallel2d.errors import UserError
 from parallel2d.shards import Split, splits_of
+from parallel2d.shared_memory import shared_memory
 
 # What torch.compile can put into a graph; outside of one their dispatch costs more than a small exchange.
 _ops = torch.ops._c10d_functional
+# Of groups on one machine; they take each dim that matters as one: rows, ranks, what each rank has of a row.
+_shared = torch.ops.parallel2d
 
 # torch 2.13 has new names for these two and warns of the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,8 +35,17 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group.group_name))
     else:
         gathered = x.new_empty(size * x.shape[0], *x.shape[1:])
-        _all_gather_single(gathered, x.contiguous(), group=group)
+        all_gather_into(gathered, x.contiguous(), group)
     return gathered.unflatten(0, (size, x.shape[0]))
+
+
+def all_gather_into(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+    """(n, …) on each rank -> output (tp n, …), both contiguous. One all-gather."""
+    if _is_shared(group):
+        whole = output.view(1, group.size(), input.numel())
+        _shared.all_gather_(whole, input.view(1, input.numel()), group.group_name)
+    else:
+        _all_gather_single(output, input, group=group)
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -54,9 +67,13 @@ def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, m
     if not is_gloo(group):
         _reduce_scatter_single(output, input, dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, group)
         return
-    parts = torch.empty_like(input)
-    dist.all_to_all_single(parts, input, group=group)
-    torch.sum(parts.unflatten(0, (group.size(), -1)), dim=0, out=output)
+    if _is_shared(group):
+        mine = output.view(1, output.numel())
+        _shared.reduce_scatter_(mine, input.view(1, group.size(), output.numel()), group.group_name)
+    else:
+        parts = torch.empty_like(input)
+        dist.all_to_all_single(parts, input, group=group)
+        torch.sum(parts.unflatten(0, (group.size(), -1)), dim=0, out=output)
     if mean:
         output.div_(group.size())
 
@@ -71,18 +88,40 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
         return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    all_reduce_(total, group)
     return total
+
+
+def all_reduce_(x: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Sum over ranks, of the world if no group is given, in place, of a contiguous tensor. One all-reduce."""
+    group = group or _get_default_group()
+    if _is_shared(group):
+        _shared.all_reduce_(x.view(-1), group.group_name)
+    else:
+        dist.all_reduce(x, group=group)
+
+
+def _is_shared(group: dist.ProcessGroup) -> bool:
+    return not torch.compiler.is_compiling() and shared_memory(group) is not None
 
 
 def _all_gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(b, s/tp, …) -> (b, s, …)."""
-    return all_gather(x, group).transpose(0, 1).flatten(1, 2)
+    if not _is_shared(group):
+        return all_gather(x, group).transpose(0, 1).flatten(1, 2)
+    whole = x.new_empty(x.shape[0], group.size(), *x.shape[1:])
+    _shared.all_gather_(whole.flatten(2), x.flatten(1), group.group_name)
+    return whole.flatten(1, 2)
 
 
 def _reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(b, s, …) partial sums -> (b, s/tp, …)."""
-    return _reduce_scatter(x.unflatten(1, (group.size(), -1)).transpose(0, 1), group)
+    parts = x.unflatten(1, (group.size(), -1))
+    if not _is_shared(group):
+        return _reduce_scatter(parts.transpose(0, 1), group)
+    mine = x.new_empty(x.shape[0], parts.shape[2], *x.shape[2:])
+    _shared.reduce_scatter_(mine.flatten(1), parts.flatten(2), group.group_name)
+    return mine
 
 
 class _GatherSequence(torch.autograd.Function):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -19,12 +18,10 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-
-# Not exported, but what set_custom_reduce_scatter is documented to take.
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
-from parallel2d.collectives import is_gloo, reduce_scatter
+from parallel2d.collectives import is_gloo
+from parallel2d.fsdp_on_cpu import AllGatherOnCpu, ReduceScatterOnCpu
 from parallel2d.traffic import Weight, gathered_bytes, resharding
 
 Reshard = Literal["auto", "but_last", "always", "never"] | int
@@ -167,7 +164,8 @@ def apply_fsdp(
     root = fully_shard(model, mp_policy=of_root, reshard_after_forward=choice == "always", **rest)
     if dp_mesh.device_type == "cpu" and is_gloo(mesh["dp_shard"].get_group()):
         for module in (root, *shards):
-            module.set_custom_reduce_scatter(_ReduceScatter())
+            module.set_custom_all_gather(AllGatherOnCpu())
+            module.set_custom_reduce_scatter(ReduceScatterOnCpu())
     _set_prefetch(root, shards, policy)
     for name in dict.fromkeys(policy.forward_methods):
         register_fsdp_forward_method(model, name)
@@ -189,25 +187,6 @@ def _weight(parameter: Tensor) -> Weight:
         placements = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
         tp_dim = next((p.dim for axis, p in placements if axis == "tp" and isinstance(p, Shard)), None)
     return Weight(tuple(parameter.shape), tp_dim, parameter.requires_grad)
-
-
-class _ReduceScatter(ReduceScatter):
-    """This project's, as FSDP calls one."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> None:
-        reduce_scatter(output_tensor, input_tensor, group, mean=op == dist.ReduceOp.AVG)
 
 
 def _reshards(choice: str | int, units: int) -> list[bool | int]:

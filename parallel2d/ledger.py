@@ -27,6 +27,8 @@ _KINDS = {
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",  # the compiler's, where the input is not needed any more
     "alltoall_base_": "all_to_all",
+    "all_gather_": "all_gather",  # these, and all_reduce_, are shared_memory.py's as well
+    "reduce_scatter_": "reduce_scatter",
 }
 
 
@@ -52,7 +54,7 @@ class Observer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's signature
         result = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in ("c10d", "_c10d_functional", "parallel2d"):
             kind = _KINDS.get(func._opname)
             if kind is not None:
                 group = _group_name(args)

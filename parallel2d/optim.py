@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from parallel2d.collectives import all_reduce_
 from parallel2d.local_weights import to_local
 
 Schedule = Literal["constant", "cosine", "linear", "wsd"]
@@ -87,7 +88,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """
     total = gradient_squares(parameters)
     if dist.get_world_size() > 1:
-        dist.all_reduce(total)
+        all_reduce_(total)
     return total.sqrt()
 
 

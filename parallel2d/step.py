@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel2d.collectives import all_reduce_
 from parallel2d.fsdp import GradientSync, inference, set_gradient_sync
 from parallel2d.loss import IGNORE_INDEX, VocabShard, cross_entropy_sum
 from parallel2d.mesh import dp_size, sum_over_dp
@@ -89,7 +89,7 @@ def _sum_over_world(tokens: Tensor, loss: Tensor, squares: Tensor, mesh: DeviceM
     counts = torch.stack([tokens.double(), loss]) * (mesh["tp"].get_local_rank() == 0)
     totals = torch.cat([counts, squares.unsqueeze(0)])
     if mesh.size() > 1:
-        dist.all_reduce(totals)
+        all_reduce_(totals)
     return totals.tolist()
 
 

@@ -12,7 +12,8 @@ from tests.ranks import ROOT
 LAYERS = [
     {"errors"},
     {"mesh_shape"},
-    {"traffic", "seeds", "shards", "mesh", "collectives", "local_weights", "ties", "styles"},
+    {"shared_memory"},
+    {"traffic", "seeds", "shards", "mesh", "collectives", "local_weights", "ties", "styles", "fsdp_on_cpu"},
     {
         "config",
         "run_folder",
@@ -34,6 +35,7 @@ LAYERS = [
 # Within a layer: who may use whom, with the reason.
 ALSO = {
     ("collectives", "shards"),  # what a whole tensor is put together from
+    ("fsdp_on_cpu", "collectives"),  # which it is for FSDP
     ("styles", "collectives"),  # a style is a split and its collectives
     ("styles", "local_weights"),
     ("local_weights", "collectives"),  # what partial gradients are summed by
