@@ -140,8 +140,11 @@ def _send(peer: socket.socket, packet: bytes, rank: int) -> None:
 def _receive(peer: socket.socket, rank: int) -> bytes:
     try:
         packet = peer.recv(_PACKET.size)
+    except TimeoutError:
+        waited = f"{peer.gettimeout():g} s"
+        raise dist.DistNetworkError(f"rank {rank} of a group does not answer within {waited}") from None
     except OSError as error:
-        raise dist.DistNetworkError(f"rank {rank} of a group does not answer: {error}") from None
+        raise dist.DistNetworkError(f"rank {rank} of a group is gone: {error}") from None
     if not packet:
         raise dist.DistNetworkError(f"rank {rank} of a group is gone")
     return packet
@@ -158,9 +161,10 @@ def _close(sockets: list[socket.socket]) -> None:
 def _connect(group: dist.ProcessGroup) -> SharedMemory | None:
     """None where a rank is on another machine, or in a container that shows it other files."""
     rank, ranks = group.rank(), group.size()
-    first = dist.get_global_rank(group, 0)
-    box = [tempfile.mkdtemp(prefix="parallel2d-") if rank == 0 else ""]
-    dist.broadcast_object_list(box, src=first, group=group)
+    box = [_make_folder() if rank == 0 else None]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    if box[0] is None:
+        return None
     folder = Path(box[0])
     listener = _listen(folder / str(rank), ranks)
     places: list[str | None] = [None] * ranks
@@ -176,6 +180,14 @@ def _connect(group: dist.ProcessGroup) -> SharedMemory | None:
     if rank == 0:
         folder.rmdir()
     return memory if together else None
+
+
+def _make_folder() -> str | None:
+    """For the sockets' names, until all are connected. None where nothing can be written."""
+    try:
+        return tempfile.mkdtemp(prefix="parallel2d-")
+    except OSError:
+        return None
 
 
 def _boot_id() -> str:

@@ -1,10 +1,19 @@
 """Collectives through shared memory: against sums in one process, for every shape that does not fit."""
 
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 
-from parallel2d import launch, shared_memory
+from parallel2d import MeshShape, build_mesh, launch, shared_memory
+from parallel2d.collectives import all_reduce_, reduce_scatter
+from parallel2d.ledger import Observer
 from tests.ranks import run_ranks
+from tests.training import Case, Run
 
 
 def numbers(rank: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -40,3 +49,78 @@ def test_collectives():
 
 def test_pieces_smaller_than_a_row_and_than_all_rows():
     run_ranks(2, collectives, 2, 128)
+
+
+def told() -> str:
+    """The error of an all-reduce that this rank begins."""
+    try:
+        all_reduce_(torch.ones(3))
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def of_another_collective() -> str:
+    with launch.world(2, "cpu", 60):
+        all_reduce_(torch.ones(1))
+        if dist.get_rank() == 1:
+            with pytest.raises(RuntimeError, match="32 bytes of b's' here"):
+                reduce_scatter(torch.ones(4), torch.ones(8), dist.group.WORLD)
+            return ""
+        return told()
+
+
+def test_ranks_that_run_different_collectives_stop():
+    expected = "RuntimeError: ranks of a group run different collectives: 12 bytes of b'r' here, "
+    assert run_ranks(2, of_another_collective)[0] == expected + "32 of b's' on its rank 1"
+
+
+def of_a_lost_peer(message: Path) -> None:
+    with launch.world(2, "cpu", 60):
+        all_reduce_(torch.ones(1))
+        if dist.get_rank() == 1:
+            os._exit(0)
+        message.write_text(told())
+        os._exit(0)  # there is nobody to end the world with
+
+
+def test_a_lost_peer_ends_the_wait_at_once(tmp_path):
+    began = time.monotonic()
+    run_ranks(2, of_a_lost_peer, tmp_path / "message")
+    assert (tmp_path / "message").read_text().startswith("DistNetworkError: rank 1 of a group is gone")
+    assert time.monotonic() - began < 30
+
+
+def of_a_late_peer() -> str:
+    with launch.world(2, "cpu", 2):
+        all_reduce_(torch.ones(1))
+        if dist.get_rank() == 0:
+            return told()
+        time.sleep(3)
+    return ""
+
+
+def test_the_wait_for_a_peer_ends_with_the_timeout_of_the_group():
+    assert run_ranks(2, of_a_late_peer)[0] == (
+        "DistNetworkError: rank 1 of a group does not answer within 2 s"
+    )
+
+
+def step_of(apart: bool) -> tuple[list[float], dict[Any, Any], bool]:
+    if apart:
+        shared_memory._boot_id = lambda: os.environ["RANK"]
+    with launch.world(4, "cpu", 60):
+        mesh = build_mesh(MeshShape(1, 2, 2), "cpu")
+        run = Run.begin(mesh, Case())
+        with Observer(mesh) as observer:
+            numbers = run.train(0, 1)
+        return numbers, observer.ledger, shared_memory.shared_memory(mesh["tp"].get_group()) is not None
+
+
+def test_ranks_of_several_machines_send_the_same_through_sockets():
+    for (ours, ledger, shared), (numbers, expected, fallback) in zip(
+        run_ranks(4, step_of, False), run_ranks(4, step_of, True), strict=True
+    ):
+        assert shared and not fallback
+        assert ledger == expected
+        assert ours == pytest.approx(numbers, rel=1e-12)
