@@ -30,13 +30,17 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(n, …) on each rank -> (tp, n, …), in the order of ranks. One all-gather."""
+    return _all_gather_rows(x, group).unflatten(0, (group.size(), x.shape[0]))
+
+
+def _all_gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(n, …) on each rank -> (tp n, …). One all-gather."""
     size = group.size()
     if torch.compiler.is_compiling():
-        gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group.group_name))
-    else:
-        gathered = x.new_empty(size * x.shape[0], *x.shape[1:])
-        all_gather_into(gathered, x.contiguous(), group)
-    return gathered.unflatten(0, (size, x.shape[0]))
+        return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group.group_name))
+    gathered = x.new_empty(size * x.shape[0], *x.shape[1:])
+    all_gather_into(gathered, x.contiguous(), group)
+    return gathered
 
 
 def all_gather_into(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
@@ -48,13 +52,12 @@ def all_gather_into(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> 
         _all_gather_single(output, input, group=group)
 
 
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(tp, n, …) on each rank -> the sum over ranks of this rank's (n, …). One reduce-scatter."""
-    flat = x.flatten(0, 1).contiguous()
+def _reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(tp n, …) on each rank -> the sum over ranks of this rank's (n, …). One reduce-scatter."""
     if torch.compiler.is_compiling():
-        return _ops.wait_tensor(_ops.reduce_scatter_tensor(flat, "sum", group.size(), group.group_name))
-    scattered = flat.new_empty(x.shape[1:])
-    reduce_scatter(scattered, flat, group)
+        return _ops.wait_tensor(_ops.reduce_scatter_tensor(x, "sum", group.size(), group.group_name))
+    scattered = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    reduce_scatter(scattered, x, group)
     return scattered
 
 
@@ -108,7 +111,8 @@ def _is_shared(group: dist.ProcessGroup) -> bool:
 def _all_gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(b, s/tp, …) -> (b, s, …)."""
     if not _is_shared(group):
-        return all_gather(x, group).transpose(0, 1).flatten(1, 2)
+        # In the words that torch's pass for asynchronous tensor parallelism looks for in a graph.
+        return torch.cat(_all_gather_rows(x, group).chunk(group.size()), dim=1)
     whole = x.new_empty(x.shape[0], group.size(), *x.shape[1:])
     _shared.all_gather_(whole.flatten(2), x.flatten(1), group.group_name)
     return whole.flatten(1, 2)
@@ -116,9 +120,9 @@ def _all_gather_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _reduce_scatter_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(b, s, …) partial sums -> (b, s/tp, …)."""
-    parts = x.unflatten(1, (group.size(), -1))
     if not _is_shared(group):
-        return _reduce_scatter(parts.transpose(0, 1), group)
+        return _reduce_scatter_rows(torch.cat(x.chunk(group.size(), dim=1)), group)
+    parts = x.unflatten(1, (group.size(), -1))
     mine = x.new_empty(x.shape[0], parts.shape[2], *x.shape[2:])
     _shared.reduce_scatter_(mine.flatten(1), parts.flatten(2), group.group_name)
     return mine

@@ -101,6 +101,8 @@ class PrecisionConfig:
         reduce: gradient reduction over dp; not given: float32, or float64 over float64 weights.
         output: what the model returns, the logits, is cast to it; not given: left as computed.
         cast_inputs: cast the model's floating-point inputs to `compute` (token ids are none).
+        float8: matrix products of the blocks, with torchao: a scale for each tensor, or each row, or each
+            row with weight gradients in `compute` (rowwise_with_gw_hp); on a CPU only the rounding.
     """
 
     param: DtypeName = "float32"
@@ -108,6 +110,7 @@ class PrecisionConfig:
     reduce: DtypeName | None = None
     output: DtypeName | None = None
     cast_inputs: bool = True
+    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"
 
     def dtypes(self, device_type: str) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """param, compute and reduce, with what was not given filled in for this device."""
@@ -235,6 +238,7 @@ class RunConfig:
             later ones win: ["*", "!*norm*"] trains norms only.
         activation_checkpoint: what each block computes again in backward to save memory.
         compile: compile each block with torch.compile; the first step takes longer, the others less.
+        async_tp: tp's gathers and scatters overlap with the products beside them (CUDA, with compile).
         timeout_s: a collective that waits longer ends the run.
         ledger: print the collectives of the first step, by formula and as observed.
     """
@@ -248,6 +252,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
     compile: bool = False
+    async_tp: bool = False
     freeze: list[str] = field(default_factory=list)
     timeout_s: float = 600.0
     ledger: bool = False

@@ -116,6 +116,8 @@ def setup_of(config: RunConfig, dp: int, device_type: str) -> Setup:
         config.fsdp.policy().resharding,
         config.compile,
         Formats(*formats),
+        config.precision.float8 != "none",
+        config.async_tp,
     )
 
 
@@ -169,6 +171,7 @@ def _out_of_reach(config: RunConfig) -> str | None:
         (config.fsdp.offload, "offload"),
         (config.fsdp.forward_prefetch or config.fsdp.backward_prefetch, "explicit prefetch"),
         (config.precision.output, "precision.output"),
+        (config.precision.float8 != "none", "float8"),
         (config.fsdp.gradient_sync != "every", f"gradient_sync {config.fsdp.gradient_sync}"),
     ]
     return next((reason for holds, reason in reasons if holds), None)

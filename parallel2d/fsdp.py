@@ -38,6 +38,7 @@ class Precision:
         reduce: gradient reduction over dp.
         output: what the model returns is cast to it; None leaves it as computed.
         cast_inputs: cast the floating-point inputs of the model to `compute`.
+        float8: matrix products of the units: none, or a recipe of `apply_float8`.
     """
 
     param: torch.dtype = torch.float32
@@ -45,6 +46,7 @@ class Precision:
     reduce: torch.dtype = torch.float32
     output: torch.dtype | None = None
     cast_inputs: bool = True
+    float8: str = "none"
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ _KINDS = {
     "alltoall_base_": "all_to_all",
     "all_gather_": "all_gather",  # these, and all_reduce_, are shared_memory.py's as well
     "reduce_scatter_": "reduce_scatter",
+    "fused_all_gather_matmul": "all_gather",  # asynchronous tensor parallelism
+    "fused_matmul_reduce_scatter": "reduce_scatter",
 }
 
 
@@ -54,7 +56,7 @@ class Observer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's signature
         result = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional", "parallel2d"):
+        if func.namespace in ("c10d", "_c10d_functional", "parallel2d", "symm_mem"):
             kind = _KINDS.get(func._opname)
             if kind is not None:
                 group = _group_name(args)
@@ -62,7 +64,11 @@ class Observer(TorchDispatchMode):
                 if kind == "all_to_all" and is_gloo(_resolve_process_group(group)):
                     kind = "reduce_scatter"
                 entry = (self._axis(group), kind)
-                size = max(_bytes(args), _bytes(result))
+                if func.namespace == "symm_mem":  # the whole is nowhere to be seen
+                    size = _bytes(args[:1] if kind == "all_gather" else result)
+                    size *= _resolve_process_group(group).size()
+                else:
+                    size = max(_bytes(args), _bytes(result))
                 self._seen[entry] = self._seen.get(entry, Traffic()) + Traffic(1, size)
         return result
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from parallel2d.compile import apply_compile
 from parallel2d.errors import UserError
+from parallel2d.float8 import apply_float8, require_float8_shapes
 from parallel2d.fsdp import FsdpPolicy, Precision, apply_fsdp
 from parallel2d.tensor_parallel import Plan, apply_tensor_parallel
 
@@ -24,6 +25,7 @@ _KEPT_OPS = frozenset(
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
         torch.ops.aten.bmm.default,
+        torch.ops.aten._scaled_mm.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -42,6 +44,7 @@ def parallelize(
     fsdp: FsdpPolicy | None = None,
     activation_checkpoint: ActivationCheckpoint = "none",
     compile: bool = False,
+    async_tp: bool = False,
 ) -> nn.Module:
     """Make a one-device model run on the mesh, in place; returns the model.
 
@@ -59,6 +62,7 @@ def parallelize(
         activation_checkpoint: what of a unit's forward is computed again in backward: nothing, all
             but matrix products and attention, or everything.
         compile: give each unit's forward and backward to torch.compile, see `apply_compile`.
+        async_tp: with compile, on CUDA: gathers and scatters over tp overlap with the products beside them.
     """
     precision, fsdp = precision or Precision(), fsdp or FsdpPolicy()
     found = fsdp.problems(type(model), mesh["dp_shard"].size(), mesh["tp"].size(), mesh.device_type)
@@ -72,15 +76,20 @@ def parallelize(
     _share_values(model)
     _cast(model, precision.param)
     # Tensor parallel first: it splits the whole weights that the plan speaks of; FSDP then splits the shares.
+    if precision.float8 != "none":
+        apply_float8(units, precision.float8, mesh.device_type)
     apply_tensor_parallel(model, mesh["tp"], plan, units, fsdp.forward_methods)
+    if precision.float8 != "none":
+        require_float8_shapes(units)
     # Checkpointing before FSDP: the recomputed forward must lie inside FSDP's hooks, which gather weights.
     # Compilation too: the compiler cannot follow the hooks. It must see selective checkpointing, which
     # decides op by op; full checkpointing only calls the compiled forward a second time.
+    overlapped = mesh["tp"].get_group() if async_tp else None
     if compile and activation_checkpoint == "full":
-        apply_compile(units)
+        apply_compile(units, overlapped)
     _apply_activation_checkpoint(units, activation_checkpoint)
     if compile and activation_checkpoint != "full":
-        apply_compile(units)
+        apply_compile(units, overlapped)
     apply_fsdp(model, mesh, units, precision, fsdp)
     return model
 

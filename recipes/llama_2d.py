@@ -18,11 +18,12 @@ from parallel2d.checkpoint.find import remove_leftovers
 from parallel2d.checkpoint.load import Resume, Resumed, load_newest, resume_from
 from parallel2d.checkpoint.retention import VAL_LOSS, Retention
 from parallel2d.checkpoint.store import CheckpointStore
-from parallel2d.compile import compile_problems
+from parallel2d.compile import async_tp_problems, compile_problems
 from parallel2d.config import RunConfig
 from parallel2d.data import Corpus, RankData, load_tokens
 from parallel2d.errors import UserError
 from parallel2d.flags import dump_config, load_config
+from parallel2d.float8 import float8_problems
 from parallel2d.freeze import freeze
 from parallel2d.fsdp import Precision
 from parallel2d.generate import generate
@@ -79,6 +80,9 @@ def problems(config: Recipe, shape: MeshShape) -> list[str]:
         )
     if config.compile:
         found += compile_problems()
+    if config.async_tp:
+        found += async_tp_problems(config.compile, shape.tp, device_type)
+    found += float8_problems(config.precision.float8, device_type)
     if config.data.path is None and config.model.vocab_size < 256:
         found.append(f"model.vocab_size {config.model.vocab_size} is below 256, the number of byte values")
     return found
@@ -183,10 +187,13 @@ def materialise(config: Recipe, model: Llama, mesh: DeviceMesh, device: torch.de
         mesh,
         plan=model.tp_plan(),
         units=list(model.blocks),
-        precision=Precision(*precision.dtypes(device.type), precision.output_dtype(), precision.cast_inputs),
+        precision=Precision(
+            *precision.dtypes(device.type), precision.output_dtype(), precision.cast_inputs, precision.float8
+        ),
         fsdp=config.fsdp.policy(),
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
+        async_tp=config.async_tp,
     )
     init_weights(model, device, config.seed, offload=config.fsdp.offload)
 

@@ -17,6 +17,7 @@ from parallel2d.planner.predict import Prediction
 from parallel2d.planner.report import as_json, as_text, explained, prediction_as_json
 from parallel2d.planner.search import (
     CHECKPOINTS,
+    FLOAT8S,
     MOST_GPUS,
     RESHARDS,
     Plan,
@@ -180,6 +181,10 @@ def _request(arguments: argparse.Namespace, model: PlannedModel) -> Request:
     compiles = recipe.get("compile", False) if arguments.compile is None else arguments.compile == "true"
     if not isinstance(compiles, bool):
         raise UserError(f"compile {compiles!r} is neither true nor false")
+    cluster = _cluster(arguments)
+    float8, async_tp = _float8_of(recipe, cluster), recipe.get("async_tp", False)
+    if not isinstance(async_tp, bool):
+        raise UserError(f"async_tp {async_tp!r} is neither true nor false")
     choices: dict[str, Any] = {"checkpoints": (checkpoint,)} if checkpoint else {}
     choices |= {"reshards": (reshard,)} if reshard is not None else {}
     # 0 is the recipe's word for all sequences of a rank at once, and its default: no choice.
@@ -189,12 +194,28 @@ def _request(arguments: argparse.Namespace, model: PlannedModel) -> Request:
         model.name,
         model.config.problems,
         arguments.gpus,
-        _cluster(arguments),
+        cluster,
         seq_len,
         global_batch,
-        Setup(1, 1, compile=compiles, formats=formats_of(recipe.get("precision", {}))),
+        Setup(
+            1,
+            1,
+            compile=compiles,
+            formats=formats_of(recipe.get("precision", {})),
+            float8=float8,
+            async_tp=async_tp,
+        ),
         **choices,
     )
+
+
+def _float8_of(recipe: dict[str, Any], cluster: Cluster) -> bool:
+    float8 = recipe.get("precision", {}).get("float8", "none")
+    if float8 not in FLOAT8S:
+        raise UserError(f"precision.float8 {float8!r} is not one of {', '.join(FLOAT8S)}")
+    if float8 != "none" and not cluster.gpu.flops_float8:
+        raise UserError(f"precision.float8 {float8}: {cluster.gpu.name} has no float8: use none")
+    return bool(float8 != "none")
 
 
 def _note_what_is_not_modelled(model: PlannedModel) -> None:

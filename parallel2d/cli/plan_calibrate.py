@@ -17,7 +17,7 @@ from parallel2d.planner.calibrate import FITTED, Measured, fit, predicted
 from parallel2d.planner.hardware import Cluster
 from parallel2d.planner.model import ModelShape
 from parallel2d.planner.predict import SPEED_INTERVAL
-from parallel2d.planner.search import CHECKPOINTS, RESHARDS
+from parallel2d.planner.search import CHECKPOINTS, FLOAT8S, RESHARDS
 from parallel2d.planner.setup import Setup
 
 
@@ -77,6 +77,8 @@ def _run(file: Path, gpus: int) -> Measured:
         recipe.get("fsdp", {}).get("reshard_after_forward", "auto"),
         recipe.get("compile", False),
         formats=formats_of(recipe.get("precision", {})),
+        float8=recipe.get("precision", {}).get("float8", "none") != "none",
+        async_tp=recipe.get("async_tp", False),
     )
     return Measured(ModelShape.of(config.config), mesh, setup, _tokens_per_s(file) / mesh.world)
 
@@ -92,6 +94,8 @@ def _require_sound(recipe: dict[str, Any], file: Path) -> None:
         "activation_checkpoint": (recipe.get("activation_checkpoint", "none"), CHECKPOINTS),
         "fsdp.reshard_after_forward": (fsdp.get("reshard_after_forward", "auto"), RESHARDS),
         "compile": (recipe.get("compile", False), (False, True)),
+        "async_tp": (recipe.get("async_tp", False), (False, True)),
+        "precision.float8": (recipe.get("precision", {}).get("float8", "none"), FLOAT8S),
     }
     found += [
         f"{key} {word!r} is not one of {', '.join(map(str, known))}"

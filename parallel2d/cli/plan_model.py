@@ -29,6 +29,7 @@ KEYS = {
         "device",
         "activation_checkpoint",
         "compile",
+        "async_tp",
         "freeze",
         "timeout_s",
         "ledger",
@@ -41,7 +42,7 @@ KEYS = {
         "model",
     ],
     "data": ["path", "seq_len", "global_batch", "micro_batch", "val_fraction"],
-    "precision": ["param", "compute", "reduce", "output", "cast_inputs"],
+    "precision": ["param", "compute", "reduce", "output", "cast_inputs", "float8"],
     "fsdp": [
         "reshard_after_forward",
         "offload",

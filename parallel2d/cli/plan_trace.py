@@ -37,6 +37,8 @@ def trace_beside(model: PlannedModel, chosen: Prediction) -> Beside:
     which keeps more of a norm (`ON_CPU`)."""
     if chosen.setup.compile:
         raise UserError("compiled blocks cannot be traced: use --compile false")
+    if chosen.setup.float8:
+        raise UserError("float8 blocks cannot be traced: use precision.float8 none")
     setup = replace(chosen.setup, accumulation=min(chosen.setup.accumulation, 2))
 
     def build(layers: int) -> Model:

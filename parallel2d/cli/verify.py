@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parallel2d import launch
 from parallel2d.cli.models import import_callable
-from parallel2d.compile import compile_problems
+from parallel2d.compile import async_tp_problems, compile_problems
 from parallel2d.config import RunConfig
 from parallel2d.data import Corpus, load_tokens
 from parallel2d.errors import UserError
@@ -110,6 +110,7 @@ def _configured(arguments: argparse.Namespace, rest: list[str]) -> tuple[Trial, 
             + config.model.problems(s.tp)
             + config.fsdp.problems(Llama, s.dp_shard, s.tp, "cpu")
             + (compile_problems() if config.compile else [])
+            + (async_tp_problems(config.compile, s.tp, "cpu") if config.async_tp else [])
         ),
     )
     data, optim = config.data, config.optim

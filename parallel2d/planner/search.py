@@ -15,6 +15,7 @@ from parallel2d.planner.setup import Setup
 
 CHECKPOINTS = ("none", "selective", "full")
 RESHARDS = ("auto", "but_last", "always", "never")
+FLOAT8S = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 MOST_GPUS = 2**20
 
 

@@ -72,8 +72,8 @@ class Setup:
         reshard: as `FsdpPolicy.resharding`.
         compile: each block is compiled.
         formats: of numbers.
-        float8: the blocks' products are float8 (no recipe here does that; for other programs' runs).
-        async_tp: gathers and scatters over tp overlap with the products beside them (likewise).
+        float8: the blocks' products are float8; memory is told as if they were not.
+        async_tp: gathers and scatters over tp overlap with the products beside them.
     """
 
     micro_batch: int
