@@ -1,12 +1,17 @@
 """Compiled blocks: the numbers of eager code, its collectives, one graph for all blocks and all steps."""
 
 import os
+from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 from parallel2d.models.llama import Llama, LlamaConfig
+from torch.distributed import _symmetric_memory
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel2d import MeshShape, Precision, build_mesh, init_weights, launch, parallelize
+from parallel2d.compile import async_tp_problems
 from parallel2d.ledger import Observer, Step, expected_step
 from parallel2d.loss import VocabShard
 from parallel2d.mesh import dp_rank
@@ -18,7 +23,7 @@ CONFIG = LlamaConfig(61, 24, 2, 2, 2, 0, 20)
 FLOAT64 = Precision(torch.float64, torch.float64, torch.float64)
 
 
-def curve(shape: MeshShape, mode: str, compile: bool) -> tuple[list[float], int]:
+def curve(shape: MeshShape, mode: str, compile: bool, *, async_tp: bool = False) -> tuple[list[float], int]:
     """Loss and gradient norm of three steps and the validation loss after them; the number of graphs."""
     from torch._dynamo.utils import counters
 
@@ -35,6 +40,7 @@ def curve(shape: MeshShape, mode: str, compile: bool) -> tuple[list[float], int]
             precision=FLOAT64,
             activation_checkpoint=mode,
             compile=compile,
+            async_tp=async_tp,
         )
         init_weights(model, device, 0)
         optimizer = build_optimizer(model, 1e-2, (0.9, 0.95), 0.1)
@@ -99,3 +105,57 @@ def test_no_compiler_is_told_before_anything_starts(tmp_path):
 def recipe_without_compiler(out: str) -> None:
     os.environ["PATH"] = ""
     _recipe_main(RECIPE, ("--compile", "true", "--steps", "1", "--out", out))
+
+
+class Fused(TorchDispatchMode):
+    """Counts the products that gathers and scatters are one operation with."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen[func._opname] += func.namespace == "symm_mem"
+        return func(*args, **(kwargs or {}))
+
+
+def fused(shape: MeshShape) -> tuple[list[float], Counter[str]]:
+    """Of the third step of a run with asynchronous tensor parallelism."""
+    # torch fuses where it has NCCL and CUDA. What its pass makes of our graphs runs here all the same,
+    # by torch's own reference of each fused operation.
+    dist.is_nccl_available = lambda: True
+    library = torch.library.Library("symm_mem", "IMPL", "CPU")
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        library.impl(name, getattr(_symmetric_memory, f"_{name}_fallback"))
+    with _symmetric_memory._test_mode(), Fused() as counter:
+        numbers, _ = curve(shape, "none", True, async_tp=True)
+    return numbers, +counter.seen
+
+
+@pytest.mark.slow
+def test_async_tp_fuses_gathers_and_scatters_with_their_products():
+    ((reference, _),) = run_ranks(1, curve, MeshShape(), "none", False)
+    for numbers, seen in run_ranks(2, fused, MeshShape(1, 1, 2), timeout_s=400):
+        assert max(abs(a - b) / abs(b) for a, b in zip(numbers, reference, strict=True)) < 1e-7
+        # Two blocks, three steps. Forward: q, k, v and gate, up; o and down. Backward: the gradients of the
+        # latter; those of the former are sums of products, which torch does not fuse.
+        assert seen == {"fused_all_gather_matmul": 3 * 2 * 4, "fused_matmul_reduce_scatter": 3 * 2 * 2}
+
+
+def test_async_tp_says_what_it_needs(tmp_path):
+    flags = ("--async_tp", "true", "--device", "cpu", "--out", str(tmp_path / "run"))
+    (outcome,) = try_ranks(1, _recipe_main, RECIPE, flags)
+    assert outcome.exitcode == 2 and not (tmp_path / "run").exists()
+    for problem in (
+        "async_tp true is a pass of the compiler: use --compile true",
+        "async_tp true has nothing to overlap with tp 1",
+        "async_tp true needs GPUs that map each other's memory",
+    ):
+        assert problem in outcome.stderr
+    assert async_tp_problems(True, 2, "cuda") == []
