@@ -83,9 +83,11 @@ class SharedMemory:
                 slots[self._rank, rank].copy_(x[rows, rank, columns])
             self._meet(_SCATTER, slots[0].nbytes)
             mine, total = x[rows, self._rank, columns], out[rows, columns]
-            for rank in self._peers:
-                torch.add(mine, slots[rank, self._rank], out=total)
-                mine = total
+            if self._ranks == 2:  # twice as fast as a sum over a dim of two
+                torch.add(mine, slots[1 - self._rank, self._rank], out=total)
+            else:
+                slots[self._rank, self._rank].copy_(mine)
+                torch.sum(slots[:, self._rank], dim=0, out=total)
 
     def all_reduce(self, x: Tensor) -> None:
         """x (m,) of each rank -> their sum, in place; the same bits on every rank."""
@@ -190,9 +192,12 @@ def _make_folder() -> str | None:
         return None
 
 
-def _boot_id() -> str:
+def _boot_id() -> str | None:
     """Names this machine until it starts again; a file that two of them see may be on a network."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text()
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return None
 
 
 def _listen(path: Path, ranks: int) -> socket.socket | None:
@@ -216,6 +221,7 @@ def _peers(
         peers[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         peers[other].connect(str(folder / str(other)))
         peers[other].send(_PACKET.pack(_HELLO, rank))
+    listener.settimeout(timeout.total_seconds())
     for _ in range(rank + 1, ranks):
         caller, _address = listener.accept()
         peers[_PACKET.unpack(caller.recv(_PACKET.size))[1]] = caller

@@ -19,6 +19,7 @@ LAYERS = [
         "run_folder",
         "launch",
         "compile",
+        "float8",
         "tensor_parallel",
         "fsdp",
         "freeze",

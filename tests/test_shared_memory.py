@@ -51,6 +51,23 @@ def test_pieces_smaller_than_a_row_and_than_all_rows():
     run_ranks(2, collectives, 2, 128)
 
 
+def hurried() -> None:
+    """A rank that is ahead must not write where one that is behind still reads."""
+    with launch.world(2, "cpu", 60):
+        rank, memory = dist.get_rank(), shared_memory.shared_memory(dist.group.WORLD)
+        whole, total = torch.empty(1, 2, 2**17), torch.empty(2**17)
+        for turn in range(300):
+            memory.all_gather(whole, torch.full((1, 2**17), 2.0 * turn + rank))
+            assert whole[0, 0].eq(2 * turn).all() and whole[0, 1].eq(2 * turn + 1).all()
+            total.fill_(turn + rank)
+            memory.all_reduce(total)
+            assert total.eq(2 * turn + 1).all()
+
+
+def test_nobody_overwrites_what_is_still_read():
+    run_ranks(2, hurried)
+
+
 def told() -> str:
     """The error of an all-reduce that this rank begins."""
     try:

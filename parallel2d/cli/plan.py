@@ -178,13 +178,7 @@ def _request(arguments: argparse.Namespace, model: PlannedModel) -> Request:
                 "fsdp.backward_prefetch with reshard_after_forward never: backward gathers nothing"
             )
         reshard = "but_last" if reshard in (None, "auto") else reshard
-    compiles = recipe.get("compile", False) if arguments.compile is None else arguments.compile == "true"
-    if not isinstance(compiles, bool):
-        raise UserError(f"compile {compiles!r} is neither true nor false")
     cluster = _cluster(arguments)
-    float8, async_tp = _float8_of(recipe, cluster), recipe.get("async_tp", False)
-    if not isinstance(async_tp, bool):
-        raise UserError(f"async_tp {async_tp!r} is neither true nor false")
     choices: dict[str, Any] = {"checkpoints": (checkpoint,)} if checkpoint else {}
     choices |= {"reshards": (reshard,)} if reshard is not None else {}
     # 0 is the recipe's word for all sequences of a rank at once, and its default: no choice.
@@ -197,16 +191,20 @@ def _request(arguments: argparse.Namespace, model: PlannedModel) -> Request:
         cluster,
         seq_len,
         global_batch,
-        Setup(
-            1,
-            1,
-            compile=compiles,
-            formats=formats_of(recipe.get("precision", {})),
-            float8=float8,
-            async_tp=async_tp,
-        ),
+        _setup_of(arguments, recipe, cluster),
         **choices,
     )
+
+
+def _setup_of(arguments: argparse.Namespace, recipe: dict[str, Any], cluster: Cluster) -> Setup:
+    """What the search does not choose."""
+    flag = {} if arguments.compile is None else {"compile": arguments.compile == "true"}
+    chosen = {name: (recipe | flag).get(name, False) for name in ("compile", "async_tp")}
+    for name, value in chosen.items():
+        if not isinstance(value, bool):
+            raise UserError(f"{name} {value!r} is neither true nor false")
+    formats = formats_of(recipe.get("precision", {}))
+    return Setup(1, 1, formats=formats, float8=_float8_of(recipe, cluster), **chosen)
 
 
 def _float8_of(recipe: dict[str, Any], cluster: Cluster) -> bool:
