@@ -22,8 +22,11 @@ def apply_float8(units: Sequence[nn.Module], recipe: str, device_type: str) -> N
     a mesh splits has other scales than the whole, so that losses agree with other meshes' only as float8
     does with itself. On a CPU the rounding is real and the products are in the dtype of compute.
 
-    recipe: tensorwise, rowwise or rowwise_with_gw_hp; https://docs.pytorch.org/ao/stable/workflows/training.html
+    recipe: none, tensorwise, rowwise or rowwise_with_gw_hp, as in
+    https://docs.pytorch.org/ao/stable/workflows/training.html
     """
+    if recipe == "none":
+        return
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)
@@ -32,8 +35,10 @@ def apply_float8(units: Sequence[nn.Module], recipe: str, device_type: str) -> N
         convert_to_float8_training(unit, config=config)
 
 
-def require_float8_shapes(units: Sequence[nn.Module]) -> None:
-    """UserError if a linear map, as one tp rank has it, is no shape for a float8 product."""
+def require_float8_shapes(units: Sequence[nn.Module], recipe: str) -> None:
+    """UserError if a linear map, as one tp rank has it, is no shape for a float8 product; not for none."""
+    if recipe == "none":
+        return
     found = []
     for number, unit in enumerate(units):
         for name, module in unit.named_modules():

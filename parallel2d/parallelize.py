@@ -76,11 +76,9 @@ def parallelize(
     _share_values(model)
     _cast(model, precision.param)
     # Tensor parallel first: it splits the whole weights that the plan speaks of; FSDP then splits the shares.
-    if precision.float8 != "none":
-        apply_float8(units, precision.float8, mesh.device_type)
+    apply_float8(units, precision.float8, mesh.device_type)
     apply_tensor_parallel(model, mesh["tp"], plan, units, fsdp.forward_methods)
-    if precision.float8 != "none":
-        require_float8_shapes(units)
+    require_float8_shapes(units, precision.float8)
     # Checkpointing before FSDP: the recomputed forward must lie inside FSDP's hooks, which gather weights.
     # Compilation too: the compiler cannot follow the hooks. It must see selective checkpointing, which
     # decides op by op; full checkpointing only calls the compiled forward a second time.
