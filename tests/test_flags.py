@@ -182,5 +182,5 @@ def test_async_is_a_word_of_python_and_still_a_key(load, tmp_path, capsys):
     with pytest.raises(SystemExit):
         load("--checkpoint.async", "false", "--print_config")
     printed = capsys.readouterr().out
-    assert "  async: false\n" in printed and "async_" not in printed
+    assert "  async: false\n" in printed and "async_:" not in printed
     assert load("--config", write(tmp_path, printed)).checkpoint.async_ is False
