@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from parallel2d.errors import UserError
 from parallel2d.shards import Split, splits_of
-from parallel2d.shared_memory import shared_memory
+from parallel2d.shared_memory import is_gloo, shared_memory
 
 # What torch.compile can put into a graph; outside of one their dispatch costs more than a small exchange.
 _ops = torch.ops._c10d_functional
@@ -64,8 +64,8 @@ def _reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, mean: bool = False) -> None:
     """The sum, or mean, over ranks of this rank's part of dim 0: input (tp n, …) -> output (n, …).
 
-    One reduce-scatter. gloo's own is an all-reduce that throws most of its result away: there it is an
-    all-to-all of the parts, summed here in the order of ranks, with half the bytes and one round.
+    One reduce-scatter. gloo's own is an all-reduce that throws most of its result away: between machines
+    it is an all-to-all of the parts, summed here in the order of ranks, with half the bytes and one round.
     """
     if not is_gloo(group):
         _reduce_scatter_single(output, input, dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, group)
@@ -79,11 +79,6 @@ def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, m
         torch.sum(parts.unflatten(0, (group.size(), -1)), dim=0, out=output)
     if mean:
         output.div_(group.size())
-
-
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether the group's tensors, on this machine's CPU, go through gloo."""
-    return dist.get_backend(group) == dist.Backend.GLOO
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:

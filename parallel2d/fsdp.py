@@ -20,8 +20,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from parallel2d.collectives import is_gloo
 from parallel2d.fsdp_on_cpu import AllGatherOnCpu, ReduceScatterOnCpu
+from parallel2d.shared_memory import is_gloo
 from parallel2d.traffic import Weight, gathered_bytes, resharding
 
 Reshard = Literal["auto", "but_last", "always", "never"] | int

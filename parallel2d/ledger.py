@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel2d.collectives import is_gloo
 from parallel2d.fsdp import weights_of
 from parallel2d.mesh import AXES, MeshShape
+from parallel2d.shared_memory import is_gloo
 from parallel2d.traffic import WORLD, Ledger, Reach, Step, Traffic, expected_traffic
 
 __all__ = ["Ledger", "Observer", "Step", "Traffic", "expected_step", "table"]

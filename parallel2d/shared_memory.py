@@ -43,9 +43,13 @@ def shared_memory(group: dist.ProcessGroup) -> "SharedMemory | None":
     return _of_group[group]
 
 
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether the group's tensors lie on the CPU: gloo sends them, where shared memory does not."""
+    return dist.get_backend(group) == dist.Backend.GLOO
+
+
 def _may_share(group: dist.ProcessGroup) -> bool:
-    is_gloo = dist.get_backend(group) == dist.Backend.GLOO
-    return is_gloo and 1 < group.size() <= _MOST_RANKS and hasattr(os, "memfd_create")
+    return is_gloo(group) and 1 < group.size() <= _MOST_RANKS and hasattr(os, "memfd_create")
 
 
 class SharedMemory:
@@ -171,8 +175,8 @@ def _connect(group: dist.ProcessGroup) -> SharedMemory | None:
     listener = _listen(folder / str(rank), ranks)
     places: list[str | None] = [None] * ranks
     dist.all_gather_object(places, _boot_id() if listener else None, group=group)
-    together = places[0] is not None and len(set(places)) == 1
-    if together and listener:
+    memory = None
+    if listener and places[0] is not None and len(set(places)) == 1:
         timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
         memory = _share(rank, _peers(folder, listener, rank, ranks, timeout))
     if listener:
@@ -181,7 +185,7 @@ def _connect(group: dist.ProcessGroup) -> SharedMemory | None:
     dist.barrier(group)
     if rank == 0:
         folder.rmdir()
-    return memory if together else None
+    return memory
 
 
 def _make_folder() -> str | None:
