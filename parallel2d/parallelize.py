@@ -82,7 +82,7 @@ def parallelize(
     # Checkpointing before FSDP: the recomputed forward must lie inside FSDP's hooks, which gather weights.
     # Compilation too: the compiler cannot follow the hooks. It must see selective checkpointing, which
     # decides op by op; full checkpointing only calls the compiled forward a second time.
-    overlapped = mesh["tp"].get_group() if async_tp else None
+    overlapped = _overlapped(mesh, compile, async_tp)
     if compile and activation_checkpoint == "full":
         apply_compile(units, overlapped)
     _apply_activation_checkpoint(units, activation_checkpoint)
@@ -90,6 +90,12 @@ def parallelize(
         apply_compile(units, overlapped)
     apply_fsdp(model, mesh, units, precision, fsdp)
     return model
+
+
+def _overlapped(mesh: DeviceMesh, compile: bool, async_tp: bool) -> dist.ProcessGroup | None:
+    if async_tp and not compile:
+        raise UserError("async_tp=True is a pass of the compiler: give compile=True too")
+    return mesh["tp"].get_group() if async_tp else None
 
 
 def _share_values(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from parallel2d.models.llama import Llama, LlamaConfig
 from torch.distributed import _symmetric_memory
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel2d import MeshShape, Precision, build_mesh, init_weights, launch, parallelize
+from parallel2d import MeshShape, Precision, UserError, build_mesh, init_weights, launch, parallelize
 from parallel2d.compile import async_tp_problems
 from parallel2d.ledger import Observer, Step, expected_step
 from parallel2d.loss import VocabShard
@@ -159,3 +159,12 @@ def test_async_tp_says_what_it_needs(tmp_path):
     ):
         assert problem in outcome.stderr
     assert async_tp_problems(True, 2, "cuda") == []
+    assert run_ranks(1, refused_without_compile) == [
+        "async_tp=True is a pass of the compiler: give compile=True too"
+    ]
+
+
+def refused_without_compile() -> str:
+    with pytest.raises(UserError) as told:
+        curve(MeshShape(), "none", False, async_tp=True)
+    return str(told.value)
