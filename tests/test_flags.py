@@ -177,10 +177,10 @@ def test_async_is_a_word_of_python_and_still_a_key(load, tmp_path, capsys):
     assert (given.checkpoint.async_, given.checkpoint.keep_every, given.checkpoint.keep_best) == (False, 5, 2)
     assert load("--config", config, "--checkpoint.async", "true").checkpoint.async_ is True
     dumped = dump_config(given)
-    assert "  async: false\n" in dumped and "async_:" not in dumped
+    assert "  async: false\n" in dumped and "async_" not in dumped.replace("async_tp", "")
     assert load("--config", write(tmp_path, dumped)) == given
     with pytest.raises(SystemExit):
         load("--checkpoint.async", "false", "--print_config")
     printed = capsys.readouterr().out
-    assert "  async: false\n" in printed and "async_:" not in printed
+    assert "  async: false\n" in printed and "async_" not in printed.replace("async_tp", "")
     assert load("--config", write(tmp_path, printed)).checkpoint.async_ is False

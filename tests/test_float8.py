@@ -65,7 +65,7 @@ def test_tp_shares_are_rounded_by_their_own_scales(alone, recipe):
     assert ours == pytest.approx(alone["none"], rel=0.15)
     assert ours != pytest.approx(alone["none"], rel=1e-4)
     # What is computed again is rounded again, to the same numbers.
-    for mode in ("selective",) if recipe == "tensorwise" else ("selective", "full"):
+    for mode in ("selective", "full"):
         assert run_ranks(4, curve, shape, recipe, mode)[0] == pytest.approx(ours, rel=1e-6)
 
 

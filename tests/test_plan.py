@@ -318,6 +318,31 @@ def test_a_recipe_that_asks_for_gathers_in_backward_gets_them(ask_plan, tmp_path
         ask_plan("--model", recipe, *SMALL[2:])
 
 
+def test_a_recipes_float8_and_async_tp_change_the_speed(ask_plan, tmp_path):
+    recipe = tmp_path / "own.yaml"
+
+    def rate(text: str, *more: str) -> float:
+        recipe.write_text(text)
+        asked = ("--seq_len", "4096", "--explain", "1x8", "--json", *more)
+        return json.loads(ask_plan("--model", recipe, *SMALL[2:], *asked))["tokens_per_s_per_gpu"]
+
+    model = "model: {preset: llama3-8b}\nactivation_checkpoint: none\ncompile: true\n"
+    plain = rate(model)
+    assert rate(model + "async_tp: true") > 1.02 * plain
+    assert rate(model + "precision: {float8: rowwise}") > 1.02 * plain
+    for text, error in (
+        ("async_tp: some", "async_tp 'some' is neither true nor false"),
+        ("precision: {float8: fp8}", "precision.float8 'fp8' is not one of none, tensorwise, rowwise"),
+    ):
+        with pytest.raises(UserError, match=error):
+            rate(model + text)
+    with pytest.raises(UserError, match=r"precision.float8 rowwise: a100.* has no float8"):
+        rate(model + "precision: {float8: rowwise}", "--gpu", "a100")
+    with pytest.raises(UserError, match="float8 blocks cannot be traced"):
+        recipe.write_text("precision: {float8: rowwise}")
+        ask_plan("--model", recipe, *SMALL[2:], "--trace", "--mesh", "1x8")
+
+
 @pytest.mark.parametrize(
     "changes, line, error",
     [
