@@ -46,7 +46,13 @@ _ROOMS = (
     "step",
 )
 _context.set_forkserver_preload(
-    ["pytest", "torch._dynamo", "torch.utils.tensorboard", *(f"parallel2d.{room}" for room in _ROOMS)]
+    [
+        "pytest",
+        "torch._dynamo",
+        "torch.utils.tensorboard",
+        "torchao.float8",
+        *(f"parallel2d.{room}" for room in _ROOMS),
+    ]
 )
 
 
